@@ -1,0 +1,260 @@
+"""The contract: what an eviction policy declares, and the view of one layer that it is given.
+
+The order of one call is always the same: **append** the new tokens, **attend** (they see themselves),
+**observe**, **evict** down to the budget. A policy takes part in the last two and never touches storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from kvpolicy.errors import BudgetError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvpolicy.attention.rows import AttentionRows
+
+
+@dataclass(frozen=True)
+class Need:
+    """A statistic that attention must hand out; what is not asked for costs nothing.
+
+    ``rows`` limits it to the last rows (queries) of each call; ``None`` means all of them.
+    """
+
+    name: str
+    rows: int | None = None
+
+    ATTENTION_SUM: ClassVar[Need]
+    """Column sums of the probabilities: ``view.attention.sum()``."""
+    ATTENTION_ROWS: ClassVar[Need]
+    """Every row of probabilities, in blocks: ``view.attention.rows()``."""
+    ATTENTION_LAST: ClassVar[Need]
+    """The last row of each call: ``view.attention.last()``."""
+    LOGITS: ClassVar[Need]
+    """Every row before the softmax, in blocks: ``view.attention.logits()``."""
+    QUERIES: ClassVar[Need]
+    """The query vectors, in blocks: ``view.attention.queries()``."""
+
+    @classmethod
+    def window(cls, rows: int) -> Need:
+        """The last `rows` rows of each call, as one block (SnapKV's observation window)."""
+        return cls("attention_rows", rows)
+
+
+Need.ATTENTION_SUM = Need("attention_sum")
+Need.ATTENTION_ROWS = Need("attention_rows")
+Need.ATTENTION_LAST = Need("attention_rows", 1)
+Need.LOGITS = Need("logits")
+Need.QUERIES = Need("queries")
+
+
+@dataclass
+class SlotField:
+    """State a policy keeps for every slot: ``[batch, kv_heads, slots, *shape]``.
+
+    The cache allocates it, fills it for new tokens, and moves it with its token on eviction, reordering,
+    offloading and saving. `dtype` is a torch dtype's name; ``float32`` becomes ``float64`` in a float64 model.
+    """
+
+    fill: float = 0.0
+    dtype: str = "float32"
+    shape: tuple[int, ...] = ()
+    name: str = field(default="", compare=False)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+
+def _share(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError("needs a number of tokens (4) or a share of the budget (0.5)")
+    if value < 0 or (isinstance(value, float) and value > 1):
+        raise ValueError("needs a number of tokens >= 0 (4) or a share of the budget from 0.0 to 1.0 (0.5)")
+    return value
+
+
+Share = Annotated[int | float, BeforeValidator(_share)]
+"""A number of tokens (``int``) or a share of the budget (``float``, 0.0 to 1.0). ``1`` is one token, ``1.0`` is all.
+
+A share of the budget is rounded half up, and a positive share is at least one token.
+"""
+
+Tokens = Annotated[int, Field(ge=0, strict=True)]
+"""A number of tokens."""
+
+
+def share_of(amount: int | float, budget: Any) -> Any:
+    """Resolve a :data:`Share` against `budget` (an ``int``, or a tensor of budgets), never above it."""
+    if isinstance(budget, torch.Tensor):
+        if isinstance(amount, int):
+            return budget.clamp(max=amount)
+        resolved = (budget * amount + 0.5).floor().to(budget.dtype)
+        return resolved.clamp(min=1 if amount > 0 else 0).minimum(budget)
+    if isinstance(amount, int):
+        return min(amount, budget)
+    return min(max(int(budget * amount + 0.5), 1 if amount > 0 else 0), budget)
+
+
+class View:
+    """What a policy sees of one layer. Shapes are ``[batch, kv_heads, slots]`` unless stated.
+
+    Slots are in no particular order: read age from `positions`, never from the slot index. During a long
+    prompt `observe` is given slices of batch, heads and slots; it must be elementwise over the first two.
+    """
+
+    __slots__ = ("_fields", "_offsets", "attention", "budget", "keys", "layer", "positions", "seen", "valid", "values")
+
+    def __init__(
+        self,
+        fields: Mapping[str, Tensor],
+        positions: Tensor,
+        seen: Tensor,
+        budget: int | Tensor,
+        keys: Tensor,
+        values: Tensor,
+        layer: int = 0,
+        attention: AttentionRows | None = None,
+        offsets: tuple[int, int] = (0, 0),
+    ) -> None:
+        self._fields = fields
+        self._offsets = offsets
+        self.positions = positions
+        """Logical position of the token in each slot: 0 is the row's first real token, padding not counted; -1 is empty."""
+        self.valid = positions >= 0
+        """Which slots hold a token."""
+        self.seen = seen
+        """Real tokens seen so far, those of this call included, ``[batch, 1, 1]``."""
+        self.budget = budget
+        """How many tokens may remain: an ``int``, or a tensor ``[batch, 1, 1]`` where rows differ."""
+        self.keys = keys
+        """``[batch, kv_heads, slots, head_dim]``, as cached (rotated where the model rotates)."""
+        self.values = values
+        """``[batch, kv_heads, slots, value_dim]``."""
+        self.layer = layer
+        """Index of the layer."""
+        self.attention: Any = attention
+        """The rows of attention being observed (:class:`~kvpolicy.attention.rows.AttentionRows`), if asked for."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The slot field `name`, as `observe` last left it."""
+        return self._fields[name]
+
+    def tokens(self, amount: int | float) -> Any:
+        """A :data:`Share` in tokens, resolved against the budget and never above it."""
+        return share_of(amount, self.budget)
+
+    def is_recent(self, amount: int | float) -> Tensor:
+        """The last `amount` tokens seen; the newest counts as one of them."""
+        return self.positions >= self.seen - self.tokens(amount)
+
+    def is_sink(self, amount: int | float) -> Tensor:
+        """The first `amount` real tokens of the row."""
+        return self.positions < self.tokens(amount)
+
+    def protect(self, sinks: int | float = 0, recent: int | float = 0) -> Tensor:
+        """Sinks and recents together, made to fit the budget: the newest token first, then sinks, then recents."""
+        if not sinks:
+            return self.is_recent(recent)
+        n, r = self.tokens(sinks), self.tokens(recent)
+        if isinstance(self.budget, int):
+            n = min(n, self.budget - min(r, 1))
+            r = min(r, self.budget - n)
+        else:
+            n = n.minimum(self.budget - r.clamp(max=1))
+            r = r.minimum(self.budget - n)
+        return (self.positions < n) | (self.positions >= self.seen - r)
+
+    def uniform(self, seed: int, *, fresh: bool = False, rows: bool = True) -> Tensor:
+        """Numbers in [0, 1) that depend only on seed, layer, head, position and (where `rows`) the batch row.
+
+        With `fresh` they also depend on the tokens seen, so every step draws anew. No generator is involved:
+        the global random state is neither read nor written, and every device draws the same.
+        """
+        from kvpolicy.draw import uniform
+
+        batch, heads = self.positions.shape[:2]
+        row, head = self._offsets
+        device = self.positions.device
+        lanes = [self.layer, torch.arange(head, head + heads, device=device).view(1, -1, 1)]
+        if rows:
+            lanes.append(torch.arange(row, row + batch, device=device).view(-1, 1, 1))
+        lanes.append(self.positions)
+        if fresh:
+            lanes.append(self.seen)
+        return uniform(seed, *lanes)
+
+
+class EvictionPolicy(BaseModel):
+    """A policy *is* its configuration: frozen, stateless, shared freely by layers, caches, models and threads.
+
+    Subclasses declare a literal ``kind``, options as pydantic fields, slot fields and needs, and override what
+    they must of :meth:`observe`, :meth:`protected` and :meth:`priority`. All three are pure.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        ignored_types=(SlotField, set, frozenset),
+    )
+
+    needs: ClassVar[Collection[Need]] = frozenset()
+    """Statistics attention must hand out. A property may override it where they depend on the options."""
+    demands: ClassVar[tuple[str, ...]] = ("sinks", "recent")
+    """Options that protect tokens. Where a user sets one to a number of tokens, the budget must hold it."""
+    bounded: ClassVar[bool] = True
+    """Whether the policy evicts at all; without a bound no budget is needed."""
+
+    kind: str
+
+    @classmethod
+    def slot_fields(cls) -> dict[str, SlotField]:
+        """The declared slot fields by name, base classes first."""
+        found: dict[str, SlotField] = {}
+        for base in reversed(cls.__mro__):
+            found.update({k: v for k, v in vars(base).items() if isinstance(v, SlotField)})
+        return found
+
+    def required(self) -> int:
+        """Tokens that options set by the user promise to protect. Defaults and shares yield to a small budget."""
+        promised = (getattr(self, name, None) for name in self.demands if name in self.model_fields_set)
+        return sum(amount for amount in promised if isinstance(amount, int))
+
+    def check(self, budget: int) -> None:
+        """Raise :class:`~kvpolicy.errors.BudgetError` where `budget` tokens cannot hold what was promised."""
+        if (required := self.required()) > budget:
+            named = " + ".join(
+                f"{name}={getattr(self, name)}"
+                for name in self.demands
+                if name in self.model_fields_set and isinstance(getattr(self, name, None), int)
+            )
+            raise BudgetError(
+                f"{self.kind}: a budget of {budget} tokens cannot hold the {required} it must protect"
+                f"{f' ({named})' if named else ''}; raise the budget, or lower them or give them as shares (0.5)"
+            )
+
+    def observe(self, view: View) -> Mapping[str, Tensor]:
+        """New values of slot fields after the queries in ``view.attention``.
+
+        A long call is observed in several consecutive blocks of queries, a decode step is one row. Written as a
+        running update, the outcome is the same either way.
+        """
+        return {}
+
+    def protected(self, view: View) -> Tensor:
+        """Mask of slots that must stay; by default the newest token. At most ``view.budget`` of them per head."""
+        return view.is_recent(1)
+
+    def priority(self, view: View) -> Tensor | tuple[Tensor, ...]:
+        """What each slot is worth; the lowest goes first. A tuple is compared in order, later entries break ties.
+
+        Ties that remain are broken by keeping the lower position.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define priority()")
