@@ -23,3 +23,7 @@ class UnsupportedModelError(KVPolicyError):
 
 class NotAttachedError(KVPolicyError, RuntimeError):
     """An :class:`~kvpolicy.EvictionCache` was given to a model that kvpolicy is not attached to."""
+
+
+class EvaluationError(KVPolicyError):
+    """A model, text or folder that a comparison cannot work with."""

@@ -1,0 +1,93 @@
+"""How many tokens may remain: a number of them, or a share of the prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from math import isfinite
+from numbers import Integral, Real
+from typing import Any
+
+from kvpolicy.errors import BudgetError
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A number of tokens, or a share of the prompt: exactly one of the two.
+
+    >>> Budget.parse(64), Budget.parse("25%")
+    (Budget(tokens=64, share=None), Budget(tokens=None, share=0.25))
+
+    ``1`` is one token and ``1.0`` is the whole prompt; the two are different budgets, which is why they are
+    different fields: as one number they would compare equal.
+    """
+
+    tokens: int | None = None
+    share: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.tokens is None) == (self.share is None):
+            raise BudgetError("a budget is either tokens (tokens=64) or a share of the prompt (share=0.25)")
+        valid = self.tokens >= 1 if self.tokens is not None else 0 < (self.share or 0) <= 1
+        if not valid:
+            raise _impossible(self.amount)
+
+    @classmethod
+    def parse(cls, value: Any) -> Budget:
+        """What a user means by 64, 0.25, ``"64"``, ``"0.25"`` or ``"25%"``; a budget is returned as it is."""
+        if isinstance(value, Budget):
+            return value
+        number = _number(value) if isinstance(value, str) else value
+        if isinstance(number, bool) or not isinstance(number, Real) or not isfinite(number):
+            raise _impossible(value)
+        try:
+            return cls(tokens=int(number)) if isinstance(number, Integral) else cls(share=float(number))
+        except BudgetError:
+            raise _impossible(value) from None  # as the user wrote it
+
+    @property
+    def amount(self) -> int | float:
+        """The number itself: an ``int`` is tokens, a ``float`` a share."""
+        return self.tokens if self.tokens is not None else float(self.share or 0)
+
+    @cached_property
+    def _ratio(self) -> Fraction:
+        # The decimal the user wrote (0.29, not the binary number just below it), or the plain fraction nearby
+        # (1/3). Halves are then halves, whole numbers suffice, and every device rounds alike.
+        return Fraction(str(self.share)).limit_denominator(10**6)
+
+    def resolve(self, prompt_tokens: Any) -> Any:
+        """The budget in tokens, for a number of prompt tokens or for a tensor of such numbers.
+
+        A share is rounded half up and is at least one token.
+        """
+        if isinstance(prompt_tokens, Integral):
+            return self.tokens if self.tokens is not None else max(1, self._rounded(int(prompt_tokens)))
+        if self.tokens is not None:
+            return prompt_tokens.new_full(prompt_tokens.shape, self.tokens)
+        return self._rounded(prompt_tokens).clamp(min=1)
+
+    def _rounded(self, prompt_tokens: Any) -> Any:
+        over, under = self._ratio.as_integer_ratio()
+        return (2 * prompt_tokens * over + under) // (2 * under)
+
+    def __str__(self) -> str:
+        return str(self.amount)
+
+
+def _number(text: str) -> int | float | None:
+    text = text.strip()
+    try:
+        if text.endswith("%"):
+            return float(f"{text[:-1].strip()}e-2")
+        return int(text) if text.lstrip("+-").isdigit() else float(text)
+    except ValueError:
+        return None
+
+
+def _impossible(value: Any) -> BudgetError:
+    return BudgetError(
+        f"budget {value!r}: give a number of tokens, 1 or more (64), "
+        "or a share of the prompt, above 0.0 and up to 1.0 (0.25 or 25%)"
+    )

@@ -1,0 +1,482 @@
+"""EvictionCache: a transformers cache that keeps a bounded number of tokens in slots.
+
+One layer holds preallocated keys and values, the logical position of the token in each slot and the policy's
+slot fields. Attention does not care about the order of keys, so in decode the newcomer is written into the slot
+of the last victim: no concatenation, no gather, no growth. A prompt or a chunk is attended in full, then cut to
+the budget with one selection and one gather, layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvpolicy.attention.blocks import Wants
+from kvpolicy.attention.interface import UNORDERED
+from kvpolicy.attention.rows import AttentionRows
+from kvpolicy.budget import Budget
+from kvpolicy.errors import BudgetError, ConfigError, NotAttachedError
+from kvpolicy.policy import EvictionPolicy, SlotField, View
+from kvpolicy.select import lowest, survivors
+
+EMPTY = -1
+UNBOUNDED = 2**31 - 1
+GROWTH = 64
+"""Slots are allocated in multiples of this until the budget is reached."""
+
+
+class EvictionCache(Cache):
+    """A cache bounded by `policy` to `budget` tokens per layer, row and KV head.
+
+    Give it to ``generate`` or to a forward call like any cache. It attaches kvpolicy to the model by itself;
+    :func:`kvpolicy.detach` undoes that.
+
+    Args:
+        model: a transformers model of a supported family.
+        policy: a policy object, a kind (``"h2o"``), a mapping (``{"kind": "h2o", "recent": 0.25}``) or a file.
+        budget: tokens (``512``) or a share of the prompt (``0.25``). May be left out where a file gives it, and
+            with policies that evict nothing.
+        positions: ``"original"``: keys stay rotated where they were, queries use the tokens seen.
+        prompt_length: the length a share refers to, where a prompt comes in chunks. By default it is the number
+            of tokens of the first call, padding not counted, each row for itself.
+
+    Raises:
+        ConfigError, BudgetError: options that cannot be meant; UnsupportedModelError: the model is refused.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        policy: EvictionPolicy | str | PathLike[str] | Mapping[str, Any],
+        budget: int | float | str | Budget | None = None,
+        *,
+        positions: str = "original",
+        prompt_length: int | None = None,
+    ) -> None:
+        from kvpolicy.adapter import attach
+        from kvpolicy.config import read
+
+        config = read(policy)
+        self.policy = config.policy
+        self.budget = Budget.parse(budget) if budget is not None else config.budget
+        if self.budget is None and self.policy.bounded:
+            raise BudgetError(f"{self.policy.kind} needs a budget: tokens (budget=512) or a share of the prompt (budget=0.25)")
+        if self.budget is not None and prompt_length is not None:
+            self.budget = Budget.parse(self.budget.resolve(_positive(prompt_length, "prompt_length")))
+        if self.budget is not None and self.budget.tokens is not None and self.policy.bounded:
+            self.policy.check(self.budget.tokens)
+        attachment = attach(model)
+        attachment.adapter.check_positions(positions)
+        self.adapter = attachment.adapter
+        super().__init__(layers=[SlotPool(self.policy, self.budget, index) for index in range(attachment.layers)])
+
+    def expect(self, index: int) -> SlotPool:
+        """Announce a call of layer `index`'s attention; the pool it will use."""
+        if index >= len(self.layers):
+            raise ConfigError(f"this EvictionCache was made for a model of {len(self.layers)} layers, not for this one")
+        pool: SlotPool = self.layers[index]
+        pool.expected = True
+        return pool
+
+    # -- what users ask ------------------------------------------------------------------------------------
+
+    def kept(self, layer: int) -> Tensor:
+        """How many tokens each row and head of `layer` holds, ``[batch, kv_heads]``."""
+        return self._pool(layer).kept()
+
+    def positions(self, layer: int) -> Tensor:
+        """Logical positions kept in `layer`, ``[batch, kv_heads, kept]``, ascending; -1 where a head holds fewer.
+
+        Position 0 is a row's first real token: padding is not counted.
+        """
+        return self._pool(layer).kept_positions()
+
+    def scores(self, layer: int) -> dict[str, Tensor]:
+        """The policy's slot fields in the order of :meth:`positions`, each ``[batch, kv_heads, kept, *shape]``."""
+        return self._pool(layer).kept_fields()
+
+    def nbytes(self) -> int:
+        """Bytes allocated for keys, values, positions and slot fields, over all layers."""
+        return sum(pool.nbytes() for pool in self.layers)
+
+    def _pool(self, layer: int) -> SlotPool:
+        if not -len(self.layers) <= layer < len(self.layers):
+            raise ConfigError(f"layer {layer} does not exist: the model has layers 0 to {len(self.layers) - 1}")
+        return self.layers[layer]
+
+    def __repr__(self) -> str:
+        return f"EvictionCache({self.policy!r}, budget={self.budget}, seen={self.get_seq_length()}, layers={len(self.layers)})"
+
+
+def _positive(value: int, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be a number of tokens of at least 1, not {value!r}")
+    return value
+
+
+class SlotPool(CacheLayerMixin):
+    """One layer of an :class:`EvictionCache`.
+
+    The steps of one call: the adapter's hook announces it, the model appends (:meth:`update`),
+    the attention function gives the new tokens their positions (:meth:`place`), attends, lets the policy
+    :meth:`observe`, and lets it :meth:`evict`.
+
+    While fewer than the budget are held, slots ``[:used]`` fill up in order. From then on there are ``budget + 1``
+    slots of which each head has one free: the newcomer goes there, and the next victim leaves another.
+    """
+
+    is_compileable = False  # users may compile a step themselves; generate must not do it unasked
+    is_croppable = False
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, policy: EvictionPolicy, budget: Budget | None, index: int) -> None:
+        super().__init__()
+        self.policy = policy
+        self.budget = budget
+        self.index = index
+        self.wants = Wants.of(policy.needs)
+        self._declared = policy.slot_fields()
+        self._observes = type(policy).observe is not EvictionPolicy.observe
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: the pool is as new."""
+        self.keys = self.values = None
+        self.is_initialized = False
+        self.expected = False
+        self.arrived = 0
+        """Tokens of the call under way that :meth:`place` has not placed yet."""
+        self.used = 0
+        self.free: Tensor | None = None
+        """The slot each head writes next, ``[batch, kv_heads, 1]``, once the pool is full."""
+        self.limit: int | None = None
+        """Tokens a head may hold, the largest of the batch."""
+        self.limits: Tensor | None = None
+        """The same for each row ``[batch, 1, 1]``, where rows differ."""
+        self._columns: int | None = 0
+
+    # -- transformers' interface ---------------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.score_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        batch, heads = key_states.shape[:2]
+        self._positions = key_states.new_empty((batch, heads, 0), dtype=torch.int32)
+        self._fields = {
+            name: key_states.new_empty((batch, heads, 0, *field.shape), dtype=self._dtype_of(field))
+            for name, field in self._declared.items()
+        }
+        self.seen = key_states.new_zeros((batch, 1, 1), dtype=torch.int32)
+        self._columns_tensor = key_states.new_zeros((), dtype=torch.int64)
+        self.is_initialized = True
+
+    def _dtype_of(self, field: SlotField) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, field.dtype)
+        return self.score_dtype if dtype == torch.float32 else dtype
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append the keys and values of new tokens, ``[batch, kv_heads, tokens, head_dim]``; return those held."""
+        if not self.expected:
+            raise NotAttachedError(
+                "EvictionCache was given to a model kvpolicy is not attached to; make the cache for this model "
+                "(EvictionCache(model, ...)), or call kvpolicy.attach(model) again after detach"
+            )
+        self.expected = False
+        key_states, value_states = key_states.detach(), value_states.detach()  # an inference cache keeps no graph
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        rows, tokens = key_states.shape[0], key_states.shape[2]
+        if rows != self.seen.shape[0]:
+            raise ConfigError(
+                f"the cache holds {self.seen.shape[0]} rows and the call brings {rows}: "
+                "expand it first (cache.batch_repeat_interleave(n)), or start with cache.reset()"
+            )
+        self.arrived = tokens
+        if tokens == 1 and self.free is not None:
+            self._overwrite(key_states, value_states)
+        elif tokens == 1 and self.used > 0:
+            self._fill(key_states, value_states)
+        else:
+            self._extend(key_states, value_states)
+        return self.active_keys, self.active_values
+
+    def _overwrite(self, keys: Tensor, values: Tensor) -> None:
+        assert self.keys is not None and self.values is not None and self.free is not None
+        slot = self.free.unsqueeze(-1)
+        self.keys.scatter_(2, slot.expand(*slot.shape[:3], keys.shape[-1]), keys)
+        self.values.scatter_(2, slot.expand(*slot.shape[:3], values.shape[-1]), values)
+        for name, field in self._declared.items():
+            state = self._fields[name]
+            index = self.free.view(*self.free.shape, *(1 for _ in field.shape)).expand(*self.free.shape, *field.shape)
+            state.scatter_(2, index, field.fill)
+
+    def _fill(self, keys: Tensor, values: Tensor) -> None:
+        assert self.keys is not None and self.values is not None
+        if self.used == self.keys.shape[2]:
+            self._allocate(self.used + 1)
+        self.keys[:, :, self.used] = keys[:, :, 0]
+        self.values[:, :, self.used] = values[:, :, 0]
+        self.used += 1
+
+    def _extend(self, keys: Tensor, values: Tensor) -> None:
+        # Attended as they come; `evict` moves what stays to storage of its own.
+        if self.used:
+            keys, values = torch.cat([self.active_keys, keys], 2), torch.cat([self.active_values, values], 2)
+        self._positions = _grown(self._positions[:, :, : self.used], keys.shape[2], EMPTY)
+        self._fields = {
+            name: _grown(self._fields[name][:, :, : self.used], keys.shape[2], field.fill)
+            for name, field in self._declared.items()
+        }
+        self.keys, self.values = keys, values
+        self.used = keys.shape[2]
+        self.free = None
+
+    def get_seq_length(self) -> Any:
+        """Tokens seen (columns of the input, padding included). An ``int``; a tensor while compiling."""
+        if not self.is_initialized:
+            return 0
+        if torch.compiler.is_compiling():
+            return self._columns_tensor
+        if self._columns is None:
+            self._columns = int(self._columns_tensor)
+        return self._columns
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """Slots kept and new ones together, and :data:`~kvpolicy.attention.interface.UNORDERED`: they have no offset."""
+        tokens = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self.used - (self.free is not None) + tokens, UNORDERED
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Give row `i` the state of row ``beam_idx[i]``, positions and scores included."""
+        self._map_rows(lambda state: state.index_select(0, beam_idx.to(state.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map_rows(lambda state: state.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map_rows(lambda state: state[indices])
+
+    def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        if not self.is_initialized:
+            return
+        self.keys, self.values = change(self.keys), change(self.values)
+        self._positions, self.seen = change(self._positions), change(self.seen)
+        self._fields = {name: change(state) for name, state in self._fields.items()}
+        self.free = None if self.free is None else change(self.free)
+        self.limits = None if self.limits is None else change(self.limits)
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        raise ConfigError(
+            "EvictionCache cannot be cropped: evicted tokens do not come back, so assisted decoding and prompt "
+            "lookup are refused; generate without them, or start over with cache.reset()"
+        )
+
+    # -- the steps of a call -------------------------------------------------------------------------------
+
+    @property
+    def active_keys(self) -> Tensor:
+        """Keys of the slots in use, ``[batch, kv_heads, used, head_dim]``."""
+        assert self.keys is not None
+        return self.keys[:, :, : self.used]
+
+    @property
+    def active_values(self) -> Tensor:
+        assert self.values is not None
+        return self.values[:, :, : self.used]
+
+    @property
+    def active_positions(self) -> Tensor:
+        return self._positions[:, :, : self.used]
+
+    def place(self, mask: Tensor | None) -> None:
+        """Number the new tokens. `mask` ``[batch, tokens]`` marks the real ones; ``None`` means all are."""
+        tokens, self.arrived = self.arrived, 0
+        fresh = self.used == tokens
+        self.padded = mask is not None
+        self.is_causal = fresh and mask is None
+        if mask is None:
+            numbers = self.seen if tokens == 1 else self.seen + torch.arange(
+                tokens, dtype=torch.int32, device=self.device
+            )
+            if tokens == 1:
+                numbers = numbers.clone()
+            self.seen += tokens
+        else:
+            real = mask[:, None].to(self.device, torch.int32)
+            numbers = torch.where(real > 0, self.seen + real.cumsum(-1, dtype=torch.int32) - 1, EMPTY)
+            self.seen += real.sum(-1, keepdim=True, dtype=torch.int32)
+        self.query_positions = numbers.unsqueeze(-1)
+        """Logical positions of the call's queries, ``[batch, 1, tokens, 1]``; -1 is padding."""
+        spread = numbers.expand(-1, self._positions.shape[1], -1)
+        if self.free is not None:
+            self._positions.scatter_(2, self.free, spread)
+        else:
+            self._positions[:, :, self.used - tokens : self.used] = spread
+        self._columns_tensor += tokens
+        if torch.compiler.is_compiling():
+            self._columns = None  # counted on the device; a Python integer in the graph would recompile every step
+        elif self._columns is not None:
+            self._columns += tokens
+        if self.limit is None and self.budget is not None:
+            self._resolve(tokens, mask)
+
+    def _resolve(self, tokens: int, mask: Tensor | None) -> None:
+        """Fix the budget now that the prompt is known. Each row has its own prompt, hence its own share."""
+        assert self.budget is not None
+        if mask is None or self.budget.tokens is not None:
+            self.limit = self.budget.resolve(tokens)
+            return
+        limits = self.budget.resolve(self.seen)
+        self.limit = int(limits.max())
+        self.limits = None if bool((limits == self.limit).all()) else limits
+
+    def observe(
+        self,
+        rows: AttentionRows | None,
+        batch: slice = slice(None),
+        heads: slice = slice(None),
+        slots: slice | None = None,
+    ) -> None:
+        """Let the policy update its slot fields from a block of rows of part of the batch and heads."""
+        if not self._observes:
+            return
+        view = self._view(rows, batch, heads, slots or slice(self.used))
+        for name, state in self.policy.observe(view).items():
+            if state is not view[name]:
+                view[name].copy_(state)
+
+    def _view(
+        self,
+        rows: AttentionRows | None = None,
+        batch: slice = slice(None),
+        heads: slice = slice(None),
+        slots: slice | None = None,
+    ) -> View:
+        part = (batch, heads, slots or slice(self.used))
+        assert self.keys is not None and self.values is not None
+        return View(
+            fields={name: state[part] for name, state in self._fields.items()},
+            positions=self._positions[part],
+            seen=self.seen[batch],
+            budget=self._budget(batch),
+            keys=self.keys[part],
+            values=self.values[part],
+            layer=self.index,
+            attention=rows,
+            offsets=(batch.start or 0, heads.start or 0),
+        )
+
+    def _budget(self, batch: slice) -> int | Tensor:
+        if self.limits is not None:
+            return self.limits[batch]
+        return UNBOUNDED if self.limit is None else self.limit
+
+    def evict(self, tokens: int) -> None:
+        """End a call of `tokens` tokens: cut to the budget."""
+        if not self.policy.bounded:
+            self._refuse_to_exceed()
+        elif self.limit is not None and (tokens > 1 or self.used == tokens):
+            if self.used > self.limit or self.limits is not None:
+                self._cut()
+                return
+        elif self.limit is not None and (self.free is not None or self.used > self.limit):
+            self._choose_victim()
+            return
+        if tokens > 1 or self.used == tokens:
+            self._allocate(self.used)
+
+    def _refuse_to_exceed(self) -> None:
+        if self.limit is not None and self.used > self.limit and (most := int(self.kept().max())) > self.limit:
+            raise BudgetError(
+                f"{self.policy.kind} evicts nothing and {most} tokens do not fit its budget of {self.limit}; "
+                "leave the budget out, or choose a policy that evicts"
+            )
+
+    def _choose_victim(self) -> None:
+        victim = lowest(self.policy, self._view())
+        self._positions.scatter_(2, victim, EMPTY)
+        if self.free is None:
+            self.free = victim
+        else:
+            self.free.copy_(victim)  # in place: its address is part of a captured graph
+
+    def _cut(self) -> None:
+        """Keep what fits, in order of position, in new storage with one free slot at its end."""
+        assert self.limit is not None and self.keys is not None and self.values is not None
+        count = min(self.limit, self.used)
+        order, positions = survivors(self.policy, self._view(), count)
+        spare = (0, self.limit + 1 - count)
+        order = F.pad(order, spare)
+        self.keys, self.values = _gathered(self.keys, order), _gathered(self.values, order)
+        self._fields = {name: _gathered(state, order) for name, state in self._fields.items()}
+        self._positions = F.pad(positions, spare, value=EMPTY)
+        self.used = self.limit + 1
+        self.free = torch.full_like(order[..., :1], self.limit)
+
+    def _allocate(self, least: int) -> None:
+        """Move what is held to storage of its own with room for `least` slots and some more."""
+        assert self.keys is not None and self.values is not None
+        capacity = -(-least // GROWTH) * GROWTH
+        if self.policy.bounded and self.limit is not None:
+            capacity = max(least, min(capacity, self.limit + 1))
+        self.keys = _grown(self.active_keys, capacity, 0)
+        self.values = _grown(self.active_values, capacity, 0)
+        self._positions = _grown(self.active_positions, capacity, EMPTY)
+        self._fields = {
+            name: _grown(self._fields[name][:, :, : self.used], capacity, field.fill)
+            for name, field in self._declared.items()
+        }
+
+    # -- what users ask ------------------------------------------------------------------------------------
+
+    def kept(self) -> Tensor:
+        if not self.is_initialized:
+            return torch.zeros((0, 0), dtype=torch.int64)
+        return (self.active_positions >= 0).sum(-1)
+
+    def _in_order(self) -> Tensor:
+        most = int(self.kept().max())
+        return self.active_positions.argsort(dim=-1, stable=True)[..., self.used - most :]
+
+    def kept_positions(self) -> Tensor:
+        if not self.is_initialized:
+            return torch.zeros((0, 0, 0), dtype=torch.int64)
+        return self.active_positions.gather(-1, self._in_order()).long()
+
+    def kept_fields(self) -> dict[str, Tensor]:
+        if not self.is_initialized:
+            return {}
+        order = self._in_order()
+        return {name: _gathered(state[:, :, : self.used], order) for name, state in self._fields.items()}
+
+    def nbytes(self) -> int:
+        if not self.is_initialized:
+            return 0
+        held = [self.keys, self.values, self._positions, self.seen, *self._fields.values()]
+        held += [state for state in (self.free, self.limits) if state is not None]
+        return sum(state.untyped_storage().nbytes() for state in held)
+
+
+def _grown(state: Tensor, slots: int, fill: float) -> Tensor:
+    """A copy of `state` ``[batch, kv_heads, n, ...]`` with `slots` slots, the new ones filled."""
+    grown = state.new_full((*state.shape[:2], slots, *state.shape[3:]), fill)
+    grown[:, :, : state.shape[2]] = state
+    return grown
+
+
+def _gathered(state: Tensor, order: Tensor) -> Tensor:
+    """The slots of `state` ``[batch, kv_heads, slots, ...]`` in `order` ``[batch, kv_heads, n]``, as a copy."""
+    index = order.view(*order.shape, *(1 for _ in state.shape[3:])).expand(*order.shape, *state.shape[3:])
+    return state.gather(2, index)

@@ -1,0 +1,110 @@
+"""What a comparison is going to measure, settled and checked before any model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvpolicy.budget import Budget
+from kvpolicy.config import read
+from kvpolicy.errors import ConfigError, EvaluationError
+from kvpolicy.plugins import registry
+from kvpolicy.policy import EvictionPolicy
+
+BASELINE = "full"
+
+
+@dataclass(frozen=True)
+class Target:
+    """One budget, as given and in tokens."""
+
+    budget: Budget
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One measurement. A policy that evicts nothing is measured once and stands beside every budget."""
+
+    name: str
+    policy: EvictionPolicy
+    targets: tuple[Target, ...]
+
+    @property
+    def limit(self) -> int | None:
+        """The budget to run under, in tokens."""
+        return self.targets[0].tokens if self.policy.bounded else None
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return f"{self.name} {self.targets[0].budget}" if self.policy.bounded else self.name
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All runs of a comparison, the full cache first, and the tokens that all of them are scored on."""
+
+    runs: tuple[Run, ...]
+    length: int
+    scored_from: int
+    """Index in a sample of the first token that is scored.
+
+    Under a budget of B the first eviction follows the token at index B; the token at B + 1 is the first that
+    cannot see everything, and it predicts the one at B + 2. From there on even the largest budget makes a
+    difference, and all runs are scored on the same tokens.
+    """
+
+    @classmethod
+    def of(cls, policies: Sequence[Any], budgets: Sequence[Any], length: int) -> Plan:
+        """Resolve names, files and budgets; raise what a user should know first."""
+        configs = {name: read(source) for name, source in _named(policies)}
+        given = list(dict.fromkeys(Budget.parse(budget) for budget in budgets))
+        targets = {name: _targets(name, given, config.budget, length) for name, config in configs.items()}
+        runs = [Run(BASELINE, read(BASELINE).policy, _union(targets.values()))]
+        for name, config in configs.items():
+            if not config.policy.bounded:
+                if name != BASELINE:
+                    runs.append(Run(name, config.policy, targets[name]))
+                continue
+            for target in targets[name]:
+                config.policy.check(target.tokens)
+                runs.append(Run(name, config.policy, (target,)))
+        largest = max((target for run in runs for target in run.targets), key=lambda target: target.tokens)
+        if largest.tokens + 2 >= length:
+            raise EvaluationError(
+                f"a budget of {largest.budget} ({largest.tokens} tokens) evicts nothing before the end of samples "
+                f"of {length} tokens: lower --budgets or raise --tokens"
+            )
+        return cls(tuple(runs), length, largest.tokens + 2)
+
+
+def _named(policies: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Names and sources, each once; ``all`` is everything installed."""
+    named: dict[str, Any] = {}
+    for policy in policies:
+        if policy == "all":
+            named.update((kind, kind) for kind in sorted(registry().policies))
+        elif isinstance(policy, EvictionPolicy):
+            named[f"{policy.kind} {policy.model_dump(exclude={'kind'}, exclude_defaults=True) or ''}".strip()] = policy
+        else:
+            named[str(policy)] = policy
+    if not named:
+        raise ConfigError("no policy given: name kinds or files (h2o,streaming_llm), or all")
+    return list(named.items())
+
+
+def _targets(name: str, given: list[Budget], own: Budget | None, length: int) -> tuple[Target, ...]:
+    """The budgets of the command, or else the one in the policy's file."""
+    budgets = given or ([own] if own is not None else [])
+    if not budgets and name != BASELINE:
+        raise ConfigError(f"no budget for {name}: give --budgets 0.25,64, or put one into its file")
+    return tuple(Target(budget, budget.resolve(length)) for budget in budgets)
+
+
+def _union(targets: Iterable[tuple[Target, ...]]) -> tuple[Target, ...]:
+    found = tuple(dict.fromkeys(target for some in targets for target in some))
+    if not found:
+        raise ConfigError("no budget given: give --budgets 0.25,64")
+    return found

@@ -1,0 +1,143 @@
+"""What a comparison found, as it is written to ``results.json``: enough to read it, to repeat it, to continue it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from kvpolicy.errors import EvaluationError
+
+FILE = "results.json"
+
+IDENTITY = ("model", "text", "samples", "batch", "device", "threads", "versions")
+"""What must be the same for cells of two runs to stand in one table."""
+
+
+@dataclass
+class Cell:
+    """One policy at one budget, beside the full cache on the same tokens."""
+
+    policy: str
+    """As it was named: a kind or a file."""
+    config: dict[str, Any]
+    budget: int | float
+    """As it was given: tokens (``int``) or a share of each sample (``float``)."""
+    budget_tokens: int
+    kept_tokens: int
+    """The most that any layer, row and head held at the end."""
+    evictions: int
+    """Tokens seen less `kept_tokens`: how many every head gave up at least."""
+    perplexity: float
+    perplexity_increase: float
+    """Relative to the full cache: 0.12 is 12 % more."""
+    interval: tuple[float, float] | None
+    """95 % of `perplexity_increase`, from the differences of samples; ``None`` for a single sample."""
+    kl: float
+    """Mean KL divergence of the policy's predictions from the full cache's, per token, in nats."""
+    agreement: float
+    """Share of tokens for which both think the same next token most likely."""
+    tokens_per_second: float
+    """Decoding the scored tokens, all rows of a batch together."""
+    tokens_per_second_per_row: float
+    cache_bytes: int
+    """Allocated at the end, for one batch."""
+    scored_tokens: int
+    sample_perplexities: list[float]
+    seconds: float
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Results:
+    """A whole comparison."""
+
+    command: str
+    model: dict[str, Any]
+    text: dict[str, Any]
+    samples: dict[str, Any]
+    batch: int
+    device: str
+    threads: int
+    budget_rule: str
+    phase: str
+    interval_rule: str
+    versions: dict[str, str]
+    started: str
+    seconds: float = 0.0
+    kvpolicy: str = field(default_factory=lambda: version("kvpolicy"))
+    cells: list[Cell] = field(default_factory=list)
+
+    @property
+    def baselines(self) -> dict[int, Cell]:
+        """The full cache's cells by budget in tokens."""
+        return {cell.budget_tokens: cell for cell in self.cells if cell.policy == "full"}
+
+    def save(self, folder: Path) -> None:
+        """Write ``results.json`` whole or not at all."""
+        text = json.dumps(asdict(self), indent=2, allow_nan=False)
+        scratch = folder / f".{FILE}.{os.getpid()}"
+        scratch.write_text(text + "\n", "utf-8")
+        os.replace(scratch, folder / FILE)
+
+    @classmethod
+    def load(cls, folder: Path) -> Results:
+        """Read what an earlier run left in `folder`."""
+        path = folder / FILE
+        try:
+            found = json.loads(path.read_text("utf-8"))
+            cells = [Cell(**_tupled(cell)) for cell in found.pop("cells")]
+            return cls(**found, cells=cells)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise EvaluationError(
+                f"{path} cannot be read as results of this version ({type(error).__name__}); "
+                "use another --out, or --overwrite"
+            ) from error
+
+    def differences(self, other: Results) -> list[str]:
+        """How the settings of `other` differ, one ``name: mine -> theirs`` each; none where cells can be mixed."""
+        mine, theirs = (dict(_leaves({name: getattr(run, name) for name in IDENTITY})) for run in (self, other))
+        names = [*mine, *(name for name in theirs if name not in mine)]
+        return [
+            f"{name}: {mine.get(name)} -> {theirs.get(name)}" for name in names if mine.get(name) != theirs.get(name)
+        ]
+
+
+def _tupled(cell: dict[str, Any]) -> dict[str, Any]:
+    return {**cell, "interval": cell["interval"] and tuple(cell["interval"])}
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def command_line() -> str:
+    """The command that runs now, quoted for a shell."""
+    program = Path(sys.argv[0]).name if sys.argv else "kvpolicy"
+    return shlex.join([program, *sys.argv[1:]])
+
+
+def versions() -> dict[str, str]:
+    """Everything that numbers may depend on."""
+    packages = {name: version(name) for name in ("kvpolicy", "torch", "transformers")}
+    return {"python": platform.python_version(), **packages, "platform": platform.platform(), "cpu": _cpu()}
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    return f"{name}, {os.cpu_count()} cores"

@@ -1,0 +1,80 @@
+"""The text of a comparison, and where its samples are taken from."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvpolicy.errors import EvaluationError
+
+PREFIX = "builtin:"
+
+
+def load_text(spec: str) -> tuple[str, dict[str, Any]]:
+    """The text that `spec` names (a file, or ``builtin:python-docs``), and a record for the results."""
+    text = _builtin(spec) if spec.startswith(PREFIX) else _file(spec)
+    if not text.strip():
+        raise EvaluationError(f"text {spec} is empty")
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return text, {"spec": spec, "sha256": digest, "characters": len(text), **_origin(spec)}
+
+
+def sample_positions(available: int, length: int, count: int, seed: int) -> list[int]:
+    """Where `count` samples of `length` tokens start: drawn by `seed`, ascending, never overlapping.
+
+    Every placement is equally likely: choosing distinct places in a text from which each sample has been
+    shrunk to one token is the same as choosing samples that do not overlap.
+    """
+    if count * length > available:
+        fits = f"{available // length} samples of {length}" if length <= available else f"samples of {available}"
+        raise EvaluationError(
+            f"the text has {available} tokens, too few for {count} samples of {length}; {fits} would fit: "
+            "lower --samples or --tokens, or give a longer text"
+        )
+    places = random.Random(seed).sample(range(available - count * (length - 1)), count)
+    return [place + index * (length - 1) for index, place in enumerate(sorted(places))]
+
+
+def samples(token_ids: Sequence[int], length: int, count: int, seed: int) -> tuple[list[list[int]], list[int]]:
+    """`count` windows of `length` tokens, and their positions in the text."""
+    positions = sample_positions(len(token_ids), length, count, seed)
+    return [list(token_ids[start : start + length]) for start in positions], positions
+
+
+def _file(spec: str) -> str:
+    try:
+        return Path(spec).expanduser().read_text("utf-8")
+    except FileNotFoundError as error:
+        known = ", ".join(PREFIX + name for name in BUILTIN)
+        raise EvaluationError(f"no text file {spec}; give a file, or one of {known}") from error
+    except OSError as error:
+        raise EvaluationError(f"cannot read text file {spec}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise EvaluationError(f"text file {spec} is not UTF-8 (byte {error.start}); convert it first") from error
+
+
+def _builtin(spec: str) -> str:
+    name = spec.removeprefix(PREFIX)
+    if name not in BUILTIN:
+        known = ", ".join(PREFIX + name for name in BUILTIN)
+        raise EvaluationError(f"unknown text {spec!r}; known: {known}. Or give a file")
+    return BUILTIN[name]()
+
+
+def _origin(spec: str) -> dict[str, str]:
+    # The builtin text differs between Python versions: the digest says so, this says why.
+    return {"python": platform.python_version()} if spec.startswith(PREFIX) else {}
+
+
+def _python_docs() -> str:
+    from pydoc_data.topics import topics
+
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+BUILTIN: dict[str, Callable[[], str]] = {"python-docs": _python_docs}
+"""Texts that every Python carries with it."""
