@@ -131,12 +131,8 @@ def attach(model: nn.Module) -> Attachment:
     if bound := _bound.get(modules[0]):
         return Attachment(model, bound.adapter, bound.layers, owned=False)
     handles = [
-        handle
+        module.register_forward_pre_hook(partial(_hand_over, index), with_kwargs=True)
         for index, module in enumerate(modules)
-        for handle in (
-            module.register_forward_pre_hook(partial(_hand_over, index), with_kwargs=True),
-            module.register_forward_hook(_check_done, with_kwargs=True),
-        )
     ]
     configs = list({id(module.config): module.config for module in modules}.values())
     for config in configs:
@@ -187,16 +183,6 @@ def _hand_over(index: int, module: nn.Module, args: Any, kwargs: dict[str, Any])
     """Forward pre-hook: give the module its layer of our cache, if one is among its arguments."""
     for value in (*kwargs.values(), *args):
         if isinstance(value, EvictionCache):
-            pool = value.expect(index)
-            return args, {**kwargs, "kvpolicy_pool": pool}
+            kwargs["kvpolicy_pool"] = value.expect(index)
+            return args, kwargs
     return None
-
-
-def _check_done(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """Forward hook: an attention that dropped our keyword has attended without us."""
-    pool = kwargs.get("kvpolicy_pool")
-    if pool is not None and (pool.arrived or pool.expected):
-        raise UnsupportedModelError(
-            f"{type(module).__name__} did not go through kvpolicy's attention; was its attention implementation "
-            "changed after attaching? Call kvpolicy.detach(model) and make a new cache"
-        )

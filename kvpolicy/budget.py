@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
-from math import isfinite
+from functools import cache
 from numbers import Integral, Real
 from typing import Any
 
@@ -39,7 +39,7 @@ class Budget:
         if isinstance(value, Budget):
             return value
         number = _number(value) if isinstance(value, str) else value
-        if isinstance(number, bool) or not isinstance(number, Real) or not isfinite(number):
+        if isinstance(number, bool) or not isinstance(number, Real):
             raise _impossible(value)
         try:
             return cls(tokens=int(number)) if isinstance(number, Integral) else cls(share=float(number))
@@ -51,43 +51,47 @@ class Budget:
         """The number itself: an ``int`` is tokens, a ``float`` a share."""
         return self.tokens if self.tokens is not None else float(self.share or 0)
 
-    @cached_property
-    def _ratio(self) -> Fraction:
-        # The decimal the user wrote (0.29, not the binary number just below it), or the plain fraction nearby
-        # (1/3). Halves are then halves, whole numbers suffice, and every device rounds alike.
-        return Fraction(str(self.share)).limit_denominator(10**6)
-
     def resolve(self, prompt_tokens: Any) -> Any:
         """The budget in tokens, for a number of prompt tokens or for a tensor of such numbers.
 
         A share is rounded half up and is at least one token.
         """
         if isinstance(prompt_tokens, Integral):
-            return self.tokens if self.tokens is not None else max(1, self._rounded(int(prompt_tokens)))
-        if self.tokens is not None:
+            return self.tokens if self.share is None else max(1, portion(self.share, int(prompt_tokens)))
+        if self.share is None:
             return prompt_tokens.new_full(prompt_tokens.shape, self.tokens)
-        return self._rounded(prompt_tokens).clamp(min=1)
-
-    def _rounded(self, prompt_tokens: Any) -> Any:
-        over, under = self._ratio.as_integer_ratio()
-        return (2 * prompt_tokens * over + under) // (2 * under)
+        return portion(self.share, prompt_tokens).clamp(min=1)
 
     def __str__(self) -> str:
         return str(self.amount)
 
 
+def portion(share: float, whole: Any) -> Any:
+    """The share of a number of tokens, or of each in a tensor of them, rounded half up."""
+    over, under = _ratio(share)
+    whole = whole if isinstance(whole, int) else whole.long()
+    return (2 * whole * over + under) // (2 * under)
+
+
+@cache
+def _ratio(share: float) -> tuple[int, int]:
+    # The decimal the user wrote (0.29, not the binary number just below it), or the plain fraction nearby (1/3).
+    # Halves are then halves, whole numbers suffice, and every device rounds alike.
+    return Fraction(str(share)).limit_denominator(10**6).as_integer_ratio()
+
+
 def _number(text: str) -> int | float | None:
     text = text.strip()
-    try:
-        if text.endswith("%"):
-            return float(f"{text[:-1].strip()}e-2")
-        return int(text) if text.lstrip("+-").isdigit() else float(text)
-    except ValueError:
-        return None
+    if text.endswith("%"):
+        text = f"{text[:-1].strip()}e-2"
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return None
 
 
 def _impossible(value: Any) -> BudgetError:
     return BudgetError(
-        f"budget {value!r}: give a number of tokens, 1 or more (64), "
+        f"{value!r} is no budget; give a number of tokens, 1 or more (64), "
         "or a share of the prompt, above 0.0 and up to 1.0 (0.25 or 25%)"
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvpolicy.attention.blocks import Wants
+from kvpolicy.attention.blocks import Part, Wants
 from kvpolicy.attention.interface import UNORDERED
 from kvpolicy.attention.rows import AttentionRows
 from kvpolicy.budget import Budget
@@ -81,6 +81,8 @@ class EvictionCache(Cache):
         if index >= len(self.layers):
             raise ConfigError(f"this EvictionCache was made for a model of {len(self.layers)} layers, not for this one")
         pool: SlotPool = self.layers[index]
+        self.layers[index - 1].check_finished()
+        pool.check_finished()
         pool.expected = True
         return pool
 
@@ -160,6 +162,8 @@ class SlotPool(CacheLayerMixin):
         """Tokens a head may hold, the largest of the batch."""
         self.limits: Tensor | None = None
         """The same for each row ``[batch, 1, 1]``, where rows differ."""
+        self.holes = False
+        """Whether slots other than the free one may be empty (padding, rows of different budgets)."""
         self._columns: int | None = 0
 
     # -- transformers' interface ---------------------------------------------------------------------------
@@ -248,10 +252,9 @@ class SlotPool(CacheLayerMixin):
             self._columns = int(self._columns_tensor)
         return self._columns
 
-    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Slots kept and new ones together, and :data:`~kvpolicy.attention.interface.UNORDERED`: they have no offset."""
-        tokens = query_length if isinstance(query_length, int) else query_length.shape[0]
-        return self.used - (self.free is not None) + tokens, UNORDERED
+        return self.used - (self.free is not None) + query_length, UNORDERED
 
     def get_max_length(self) -> int:
         return -1
@@ -288,42 +291,48 @@ class SlotPool(CacheLayerMixin):
     @property
     def active_keys(self) -> Tensor:
         """Keys of the slots in use, ``[batch, kv_heads, used, head_dim]``."""
-        assert self.keys is not None
-        return self.keys[:, :, : self.used]
+        return self._active(self.keys)
 
     @property
     def active_values(self) -> Tensor:
-        assert self.values is not None
-        return self.values[:, :, : self.used]
+        return self._active(self.values)
 
     @property
     def active_positions(self) -> Tensor:
-        return self._positions[:, :, : self.used]
+        return self._active(self._positions)
+
+    def _active(self, state: Tensor) -> Tensor:
+        return state if state.shape[2] == self.used else state[:, :, : self.used]
+
+    def check_finished(self) -> None:
+        """Raise if the last call did not come to its end in our attention function."""
+        if self.arrived or self.expected:
+            raise NotAttachedError(
+                f"the last call of this cache did not finish in layer {self.index}: it raised an error, or the model's "
+                "attention implementation was changed after attaching. Start over with cache.reset(), or with "
+                "kvpolicy.detach(model) and a new cache"
+            )
 
     def place(self, mask: Tensor | None) -> None:
         """Number the new tokens. `mask` ``[batch, tokens]`` marks the real ones; ``None`` means all are."""
         tokens, self.arrived = self.arrived, 0
-        fresh = self.used == tokens
         self.padded = mask is not None
-        self.is_causal = fresh and mask is None
-        if mask is None:
-            numbers = self.seen if tokens == 1 else self.seen + torch.arange(
-                tokens, dtype=torch.int32, device=self.device
-            )
-            if tokens == 1:
-                numbers = numbers.clone()
-            self.seen += tokens
-        else:
+        self.holes = self.holes or self.padded
+        self.is_causal = self.used == tokens and not self.padded
+        if mask is not None:
             real = mask[:, None].to(self.device, torch.int32)
             numbers = torch.where(real > 0, self.seen + real.cumsum(-1, dtype=torch.int32) - 1, EMPTY)
-            self.seen += real.sum(-1, keepdim=True, dtype=torch.int32)
-        self.query_positions = numbers.unsqueeze(-1)
-        """Logical positions of the call's queries, ``[batch, 1, tokens, 1]``; -1 is padding."""
+            added: Tensor | int = real.sum(-1, keepdim=True, dtype=torch.int32)
+        else:
+            numbers = self.seen if tokens == 1 else self.seen + torch.arange(tokens, dtype=torch.int32, device=self.device)
+            added = tokens
         spread = numbers.expand(-1, self._positions.shape[1], -1)
         if self.free is not None:
             self._positions.scatter_(2, self.free, spread)
         else:
             self._positions[:, :, self.used - tokens : self.used] = spread
+        self.seen += added
+        self._numbers = None if numbers is self.seen else numbers
         self._columns_tensor += tokens
         if torch.compiler.is_compiling():
             self._columns = None  # counted on the device; a Python integer in the graph would recompile every step
@@ -331,6 +340,11 @@ class SlotPool(CacheLayerMixin):
             self._columns += tokens
         if self.limit is None and self.budget is not None:
             self._resolve(tokens, mask)
+
+    @property
+    def query_positions(self) -> Tensor:
+        """Logical positions of the call's queries, ``[batch, 1, tokens, 1]``; -1 is padding."""
+        return (self.seen - 1 if self._numbers is None else self._numbers).unsqueeze(-1)
 
     def _resolve(self, tokens: int, mask: Tensor | None) -> None:
         """Fix the budget now that the prompt is known. Each row has its own prompt, hence its own share."""
@@ -341,46 +355,36 @@ class SlotPool(CacheLayerMixin):
         limits = self.budget.resolve(self.seen)
         self.limit = int(limits.max())
         self.limits = None if bool((limits == self.limit).all()) else limits
+        self.holes = self.holes or self.limits is not None
 
-    def observe(
-        self,
-        rows: AttentionRows | None,
-        batch: slice = slice(None),
-        heads: slice = slice(None),
-        slots: slice | None = None,
-    ) -> None:
-        """Let the policy update its slot fields from a block of rows of part of the batch and heads."""
+    def observe(self, rows: AttentionRows | None, part: Part | None = None) -> None:
+        """Let the policy update its slot fields from a block of rows, of all slots or of some `part`."""
         if not self._observes:
             return
-        view = self._view(rows, batch, heads, slots or slice(self.used))
+        view = self.view(rows, part)
         for name, state in self.policy.observe(view).items():
             if state is not view[name]:
                 view[name].copy_(state)
 
-    def _view(
-        self,
-        rows: AttentionRows | None = None,
-        batch: slice = slice(None),
-        heads: slice = slice(None),
-        slots: slice | None = None,
-    ) -> View:
-        part = (batch, heads, slots or slice(self.used))
-        assert self.keys is not None and self.values is not None
+    def view(self, rows: AttentionRows | None = None, part: Part | None = None) -> View:
+        """What the policy is shown of the slots in use."""
+        take = self._active if part is None else part.of
         return View(
-            fields={name: state[part] for name, state in self._fields.items()},
-            positions=self._positions[part],
-            seen=self.seen[batch],
-            budget=self._budget(batch),
-            keys=self.keys[part],
-            values=self.values[part],
+            fields={name: take(state) for name, state in self._fields.items()},
+            positions=take(self._positions),
+            seen=self.seen if part is None else self.seen[part.batch],
+            budget=self._budget(part),
+            keys=take(self.keys),
+            values=take(self.values),
             layer=self.index,
             attention=rows,
-            offsets=(batch.start or 0, heads.start or 0),
+            offsets=(0, 0) if part is None else (part.batch.start, part.heads.start),
+            holes=self.holes,
         )
 
-    def _budget(self, batch: slice) -> int | Tensor:
+    def _budget(self, part: Part | None) -> int | Tensor:
         if self.limits is not None:
-            return self.limits[batch]
+            return self.limits if part is None else self.limits[part.batch]
         return UNBOUNDED if self.limit is None else self.limit
 
     def evict(self, tokens: int) -> None:
@@ -405,7 +409,7 @@ class SlotPool(CacheLayerMixin):
             )
 
     def _choose_victim(self) -> None:
-        victim = lowest(self.policy, self._view())
+        victim = lowest(self.policy, self.view())
         self._positions.scatter_(2, victim, EMPTY)
         if self.free is None:
             self.free = victim
@@ -416,7 +420,7 @@ class SlotPool(CacheLayerMixin):
         """Keep what fits, in order of position, in new storage with one free slot at its end."""
         assert self.limit is not None and self.keys is not None and self.values is not None
         count = min(self.limit, self.used)
-        order, positions = survivors(self.policy, self._view(), count)
+        order, positions = survivors(self.policy, self.view(), count)
         spare = (0, self.limit + 1 - count)
         order = F.pad(order, spare)
         self.keys, self.values = _gathered(self.keys, order), _gathered(self.values, order)

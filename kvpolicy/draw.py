@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 _GOLDEN = -7046029254386353131  # 2**64 / golden ratio, as a signed 64-bit integer
-_ODD = 2862933555777941757  # a multiplier of L'Ecuyer's (1999), so that seeds and lanes do not line up
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -23,7 +22,7 @@ def uniform(seed: int, *lanes: Tensor | int) -> Tensor:
         if isinstance(lane, int):
             start = (start * 0x9E3779B1 + lane + 1) & 0x7FFFFFFF
         elif mixed is None:
-            mixed = _mix((lane.long() + 1) * _GOLDEN + start * _ODD)
+            mixed = _mix((lane.long() + 1) * _GOLDEN + start)
         else:
             mixed = _mix((lane.long() + 1) * _GOLDEN + mixed)
     assert mixed is not None, "at least one lane is a tensor"

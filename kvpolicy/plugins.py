@@ -39,6 +39,8 @@ class Plugin:
     adapters: dict[str, ModelAdapter] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     """One line each. What they are about is missing; whatever else the plugin has is there."""
+    source: Any = field(default=None, repr=False)
+    """The module or object with the hooks; None if it could not be taken in."""
 
 
 class Registry:
@@ -75,7 +77,7 @@ class Registry:
             self._forget(name)
         plugin = Plugin(name, origin)
         self.plugins.append(plugin)
-        if owner := next((p for p in self.plugins[:-1] if p.name == name and self._manager.has_plugin(name)), None):
+        if owner := next((p for p in self.plugins if p.name == name and p.source is not None), None):
             plugin.problems.append(f"another plugin is named {name!r}: {owner.origin}; this one is ignored")
             return plugin
         try:
@@ -85,9 +87,10 @@ class Registry:
             if self._manager.has_plugin(name):  # pluggy keeps what it had taken in when it failed
                 self._manager.unregister(name=name)
             return plugin
+        plugin.source = module
         plugin.problems += self._misnamed(module)
-        self._collect(plugin, module, "kvpolicy_policies", "policies", _kind)
-        self._collect(plugin, module, "kvpolicy_adapters", "adapters", _adapter_name)
+        self._collect(plugin, "policies", _kind)
+        self._collect(plugin, "adapters", _adapter_name)
         return plugin
 
     def _forget(self, name: str) -> None:
@@ -97,7 +100,7 @@ class Registry:
                 del self.policies[kind]
             for adapter in plugin.adapters:
                 del self.adapters[adapter]
-            if self._manager.has_plugin(name):
+            if plugin.source is not None:
                 self._manager.unregister(name=name)
 
     def _misnamed(self, module: Any) -> list[str]:
@@ -107,15 +110,16 @@ class Registry:
         if not callers:
             return [f"it has no hooks; decorate {' or '.join(known)} with @kvpolicy.hookimpl"]
         return [
-            f"{caller.name} is not a hook{_did_you_mean(caller.name, known)}; hooks are: {', '.join(known)}"
+            unknown("hook", caller.name, "there are", known)
             for caller in callers
             if not caller.has_spec()
             and not all(i.optionalhook for i in caller.get_hookimpls() if i.plugin is module)
         ]
 
-    def _collect(self, plugin: Plugin, module: Any, hook: str, what: str, name_of: Callable[[Any], str]) -> None:
+    def _collect(self, plugin: Plugin, what: str, name_of: Callable[[Any], str]) -> None:
+        hook = f"kvpolicy_{what}"
         for implementation in getattr(self._manager.hook, hook).get_hookimpls():
-            if implementation.plugin is not module:
+            if implementation.plugin is not plugin.source:
                 continue
             reading = _reading.set(plugin)
             try:
@@ -130,7 +134,7 @@ class Registry:
         try:
             name = name_of(thing)
         except _FAILURES as error:
-            plugin.problems.append(_brief(error))
+            plugin.problems.append(f"kvpolicy_{what}: {_brief(error)}")
             return
         if owner := next((p for p in self.plugins if name in getattr(p, what)), None):
             by = "this plugin" if owner is plugin else f"{owner.name} ({owner.origin})"
@@ -142,11 +146,10 @@ class Registry:
         """The policy class named `kind`; an error that lists what there is, and what failed to load."""
         if kind in self.policies:
             return self.policies[kind]
-        close = _did_you_mean(kind, self.policies)
-        message = f"unknown policy {kind!r}{close}; installed: {', '.join(sorted(self.policies)) or 'none'}"
+        message = unknown("policy", kind, "installed", sorted(self.policies))
         if broken := [f"{p.name}: {problem}" for p in self.plugins for problem in p.problems]:
             message += f"; plugins with problems: {'; '.join(broken)}"
-        elif not close:
+        elif not did_you_mean(kind, self.policies):
             message += "; a new entry point is seen once its package is reinstalled"
         raise PluginError(message)
 
@@ -158,13 +161,22 @@ def _precedence(point: EntryPoint) -> tuple[bool, str, str, str]:
 
 def _brief(error: BaseException) -> str:
     """An exception in one line. Our own speak for themselves; others need their name to be understood."""
-    text = next(iter(str(error).splitlines()), "")
+    text = " ".join(str(error).partition("For further information visit")[0].split())  # pydantic's
+    text = text if len(text) <= 300 else f"{text[:297]}..."
     return text if isinstance(error, PluginError) else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
-def _did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """What follows an unknown name in a message: a suggestion, if a known one is near."""
     close = get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def unknown(what: str, name: str, label: str, known: Iterable[str]) -> str:
+    """The message about a name that is none of the `known` ones."""
+    known = list(known)
+    hint = did_you_mean(name, known) or ";"
+    return f"unknown {what} {name!r}{hint} {label}: {', '.join(known) or 'none'}"
 
 
 def _called(thing: Any) -> str:
@@ -210,8 +222,8 @@ def report(problem: str) -> None:
 def subclasses_in(package: str, path: Iterable[str], base: type[T]) -> list[type[T]]:
     """The subclasses of `base` defined in the modules of `package`, a file each.
 
-    Names that start with an underscore are left out. A file that cannot be imported is reported, and the others
-    are found nevertheless.
+    Names that start with an underscore are left out. A file that cannot be imported is reported, and the
+    others are found nevertheless.
     """
     found: list[type[T]] = []
     for info in sorted(pkgutil.iter_modules(path), key=lambda info: info.name):
@@ -225,11 +237,8 @@ def subclasses_in(package: str, path: Iterable[str], base: type[T]) -> list[type
             continue
         found += [
             thing
-            for thing in vars(module).values()
-            if isinstance(thing, type)
-            and issubclass(thing, base)
-            and thing.__module__ == name
-            and not thing.__name__.startswith("_")
+            for thing in dict.fromkeys(t for t in vars(module).values() if isinstance(t, type))
+            if issubclass(thing, base) and thing.__module__ == name and not thing.__name__.startswith("_")
         ]
     return found
 

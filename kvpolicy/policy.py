@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from kvpolicy.budget import portion
 from kvpolicy.errors import BudgetError
 
 if TYPE_CHECKING:
@@ -92,14 +93,11 @@ Tokens = Annotated[int, Field(ge=0, strict=True)]
 
 def share_of(amount: int | float, budget: Any) -> Any:
     """Resolve a :data:`Share` against `budget` (an ``int``, or a tensor of budgets), never above it."""
-    if isinstance(budget, torch.Tensor):
-        if isinstance(amount, int):
-            return budget.clamp(max=amount)
-        resolved = (budget * amount + 0.5).floor().to(budget.dtype)
-        return resolved.clamp(min=1 if amount > 0 else 0).minimum(budget)
     if isinstance(amount, int):
-        return min(amount, budget)
-    return min(max(int(budget * amount + 0.5), 1 if amount > 0 else 0), budget)
+        return min(amount, budget) if isinstance(budget, int) else budget.clamp(max=amount)
+    least = 1 if amount > 0 else 0
+    resolved = portion(amount, budget)
+    return max(resolved, least) if isinstance(budget, int) else resolved.clamp(min=least)
 
 
 class View:
@@ -109,7 +107,7 @@ class View:
     prompt `observe` is given slices of batch, heads and slots; it must be elementwise over the first two.
     """
 
-    __slots__ = ("_fields", "_offsets", "attention", "budget", "keys", "layer", "positions", "seen", "valid", "values")
+    __slots__ = ("_fields", "_offsets", "attention", "budget", "holes", "keys", "layer", "positions", "seen", "values")
 
     def __init__(
         self,
@@ -122,13 +120,14 @@ class View:
         layer: int = 0,
         attention: AttentionRows | None = None,
         offsets: tuple[int, int] = (0, 0),
+        holes: bool = True,
     ) -> None:
         self._fields = fields
         self._offsets = offsets
+        self.holes = holes
+        """Whether slots may be empty. Where not, the framework saves looking."""
         self.positions = positions
         """Logical position of the token in each slot: 0 is the row's first real token, padding not counted; -1 is empty."""
-        self.valid = positions >= 0
-        """Which slots hold a token."""
         self.seen = seen
         """Real tokens seen so far, those of this call included, ``[batch, 1, 1]``."""
         self.budget = budget
@@ -141,6 +140,11 @@ class View:
         """Index of the layer."""
         self.attention: Any = attention
         """The rows of attention being observed (:class:`~kvpolicy.attention.rows.AttentionRows`), if asked for."""
+
+    @property
+    def valid(self) -> Tensor:
+        """Which slots hold a token."""
+        return self.positions >= 0
 
     def __getitem__(self, name: str) -> Tensor:
         """The slot field `name`, as `observe` last left it."""
@@ -221,6 +225,13 @@ class EvictionPolicy(BaseModel):
         for base in reversed(cls.__mro__):
             found.update({k: v for k, v in vars(base).items() if isinstance(v, SlotField)})
         return found
+
+    def __eq__(self, other: object) -> bool:
+        # One token (1) and the whole budget (1.0) are equal numbers and different policies.
+        return type(self) is type(other) and self.model_dump_json() == other.model_dump_json()  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.model_dump_json()))
 
     def required(self) -> int:
         """Tokens that options set by the user promise to protect. Defaults and shares yield to a small budget."""

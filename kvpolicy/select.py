@@ -13,7 +13,7 @@ def lowest(policy: EvictionPolicy, view: View) -> Tensor:
 
     Fixed shapes and no synchronisation: this runs in every decode step.
     """
-    first, *rest = _keys(policy, view)
+    first, *rest = _keys(policy, view, view.holes)
     tied = first == first.amin(-1, keepdim=True)
     for key in rest:
         key = key.masked_fill(~tied, _extremes(key.dtype)[1])
@@ -27,7 +27,7 @@ def survivors(policy: EvictionPolicy, view: View, count: int) -> tuple[Tensor, T
     Where a head has fewer tokens, or a smaller budget, the rest of its slots come last with position -1.
     """
     order = view.positions.argsort(dim=-1, stable=True)
-    for key in reversed(_keys(policy, view)):
+    for key in reversed(_keys(policy, view, True)):
         order = order.gather(-1, key.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
     order = order[..., :count]
     positions = view.positions.gather(-1, order)
@@ -37,18 +37,19 @@ def survivors(policy: EvictionPolicy, view: View, count: int) -> tuple[Tensor, T
     return order.gather(-1, by_age), positions.gather(-1, by_age)
 
 
-def _keys(policy: EvictionPolicy, view: View) -> list[Tensor]:
-    """Priorities, most significant first, with the protected raised above all and the empty sunk below."""
+def _keys(policy: EvictionPolicy, view: View, holes: bool) -> list[Tensor]:
+    """Priorities, most significant first, with the protected raised above all and the empty (if any) sunk below."""
     priority = policy.priority(view)
     first, *rest = priority if isinstance(priority, tuple) else (priority,)
     low, high = _extremes(first.dtype)
     first = first.masked_fill(policy.protected(view), high)
     if isinstance(view.budget, Tensor):
         # Rows of different budgets share one pool: a row that is full gives up a token and keeps its empty slots.
-        full = view.valid.sum(-1, keepdim=True) > view.budget
-        first = torch.where(view.valid, first, torch.where(full, high, low).to(first.dtype))
-    else:
-        first = first.masked_fill(~view.valid, low)
+        valid = view.valid
+        full = valid.sum(-1, keepdim=True) > view.budget
+        first = torch.where(valid, first, torch.where(full, high, low).to(first.dtype))
+    elif holes:
+        first = first.masked_fill(view.positions < 0, low)
     return [first, *rest]
 
 

