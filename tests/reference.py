@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 from kvpolicy.draw import uniform
+from tests.tiny import cache_argument
 
 NAME = "kvpolicy_test_reference"
 
@@ -144,7 +145,7 @@ class Reference:
         try:
             with torch.no_grad():
                 return self.model(
-                    ids, attention_mask=attention_mask, past_key_values=self.cache, use_cache=True, **kwargs
+                    ids, attention_mask=attention_mask, use_cache=True, **cache_argument(self.cache), **kwargs
                 ).logits
         finally:
             self.model.config._attn_implementation = before

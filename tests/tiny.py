@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, OPTConfig, PreTrainedConfig
 
 VOCAB = 97
@@ -32,6 +33,14 @@ def gpt_neox(heads: int = 4, layers: int = 2, **more: Any) -> GPTNeoXConfig:
 
 
 FAMILIES = {"llama": llama, "opt": opt, "gpt_neox": gpt_neox}
+
+
+NEWEST = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 24)
+
+
+def cache_argument(cache: Any) -> dict[str, Any]:
+    """The cache under the name this transformers gives it."""
+    return {"cache" if NEWEST else "past_key_values": cache}
 
 
 def build(config: PreTrainedConfig, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
