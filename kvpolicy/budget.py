@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache
 from numbers import Integral, Real
 from typing import Any
 
@@ -73,11 +72,15 @@ def portion(share: float, whole: Any) -> Any:
     return (2 * whole * over + under) // (2 * under)
 
 
-@cache
+_ratios: dict[float, tuple[int, int]] = {}  # a plain dictionary, because torch.compile warns of functools.cache
+
+
 def _ratio(share: float) -> tuple[int, int]:
     # The decimal the user wrote (0.29, not the binary number just below it), or the plain fraction nearby (1/3).
     # Halves are then halves, whole numbers suffice, and every device rounds alike.
-    return Fraction(str(share)).limit_denominator(10**6).as_integer_ratio()
+    if share not in _ratios:
+        _ratios[share] = Fraction(str(share)).limit_denominator(10**6).as_integer_ratio()
+    return _ratios[share]
 
 
 def _number(text: str) -> int | float | None:

@@ -13,7 +13,15 @@ def lowest(policy: EvictionPolicy, view: View) -> Tensor:
 
     Fixed shapes and no synchronisation: this runs in every decode step.
     """
-    first, *rest = _keys(policy, view, view.holes)
+    first, *rest = _keys(policy, view)
+    low, high = _extremes(first.dtype)
+    if isinstance(view.budget, Tensor):
+        # Rows of different budgets share one pool: a row that is full gives up a token and keeps its empty slots.
+        valid = view.valid
+        full = valid.sum(-1, keepdim=True) > view.budget
+        first = torch.where(valid, first, torch.where(full, high, low).to(first.dtype))
+    elif view.holes:
+        first = first.masked_fill(view.positions < 0, low)
     tied = first == first.amin(-1, keepdim=True)
     for key in rest:
         key = key.masked_fill(~tied, _extremes(key.dtype)[1])
@@ -26,8 +34,10 @@ def survivors(policy: EvictionPolicy, view: View, count: int) -> tuple[Tensor, T
 
     Where a head has fewer tokens, or a smaller budget, the rest of its slots come last with position -1.
     """
+    first, *rest = _keys(policy, view)
+    first = first.masked_fill(view.positions < 0, _extremes(first.dtype)[0])
     order = view.positions.argsort(dim=-1, stable=True)
-    for key in reversed(_keys(policy, view, True)):
+    for key in reversed([first, *rest]):
         order = order.gather(-1, key.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
     order = order[..., :count]
     positions = view.positions.gather(-1, order)
@@ -37,20 +47,11 @@ def survivors(policy: EvictionPolicy, view: View, count: int) -> tuple[Tensor, T
     return order.gather(-1, by_age), positions.gather(-1, by_age)
 
 
-def _keys(policy: EvictionPolicy, view: View, holes: bool) -> list[Tensor]:
-    """Priorities, most significant first, with the protected raised above all and the empty (if any) sunk below."""
+def _keys(policy: EvictionPolicy, view: View) -> list[Tensor]:
+    """Priorities, most significant first, with the protected raised above all."""
     priority = policy.priority(view)
     first, *rest = priority if isinstance(priority, tuple) else (priority,)
-    low, high = _extremes(first.dtype)
-    first = first.masked_fill(policy.protected(view), high)
-    if isinstance(view.budget, Tensor):
-        # Rows of different budgets share one pool: a row that is full gives up a token and keeps its empty slots.
-        valid = view.valid
-        full = valid.sum(-1, keepdim=True) > view.budget
-        first = torch.where(valid, first, torch.where(full, high, low).to(first.dtype))
-    elif holes:
-        first = first.masked_fill(view.positions < 0, low)
-    return [first, *rest]
+    return [first.masked_fill(policy.protected(view), _extremes(first.dtype)[1]), *rest]
 
 
 def _extremes(dtype: torch.dtype) -> tuple[float, float]:
