@@ -1,33 +1,33 @@
 """The contract between a model family and the framework; binding and unbinding a model.
 
 Attaching registers an attention function and puts a forward pre-hook on each attention module. The hook hands
-the module its layer of the :class:`~kvpolicy.EvictionCache` by keyword; no forward is replaced and nothing global
-is patched. A cache that is not ours goes the way it went before.
+the module its layer of the :class:`~kvpolicy.EvictionCache` by keyword; no forward is replaced and nothing
+global is patched. A cache that is not ours goes the way it went before.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import sys
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import transformers
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from kvpolicy.attention import interface
 from kvpolicy.cache import EvictionCache
-from kvpolicy.errors import ConfigError, UnsupportedModelError
+from kvpolicy.errors import ConfigError, NotAttachedError, UnsupportedModelError
+from kvpolicy.source import handed
 
 OLDEST = (5, 17)
 POSITIONS = ("original", "rolled")
 
 
 class ModelAdapter:
-    """Binds the attention of one family of models. Subclass, and offer an instance by ``kvpolicy_adapters``."""
+    """Binds the attention of a family of models. Subclass, and offer an instance by ``kvpolicy_adapters``."""
 
     name: ClassVar[str]
     """Unique name, shown by ``kvpolicy plugins``."""
@@ -39,6 +39,10 @@ class ModelAdapter:
     """Whether to ask this adapter only after all others."""
     layer_types: ClassVar[frozenset[str]] = frozenset({"full_attention", "sliding_attention"})
     """Entries of ``config.layer_types`` it can serve."""
+    keywords: ClassVar[frozenset[str]] = frozenset(
+        {"attention_mask", "scaling", "dropout", "sliding_window", "softcap", "s_aux", "position_ids"}
+    )
+    """What attention modules may pass to the attention function; anything else would go unheeded."""
 
     def accepts(self, model: nn.Module) -> bool:
         """Whether this adapter is meant for `model`. Named adapters are asked before general ones."""
@@ -46,17 +50,34 @@ class ModelAdapter:
 
     def attention_modules(self, model: nn.Module) -> list[nn.Module]:
         """The self-attention modules in the order of their layers."""
-        found = [m for m in model.modules() if type(m).__name__.endswith("Attention") and layer_index(m) is not None]
-        return sorted(found, key=lambda m: layer_index(m) or 0)
+        found = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
+        indexed = [(index, module) for module in found if (index := layer_index(module)) is not None]
+        return [module for _, module in sorted(indexed, key=lambda pair: pair[0])]
 
     def refusal(self, model: nn.Module) -> str | None:
         """Why `model` cannot be served although it is of this family, or ``None``."""
-        config = text_config(model)
-        unknown = sorted(set(getattr(config, "layer_types", None) or ()) - self.layer_types)
-        if unknown:
+        config, modules = text_config(model), self.attention_modules(model)
+        if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - self.layer_types):
             return f"it has {', '.join(unknown)} layers"
-        if getattr(model.config, "is_encoder_decoder", False):
-            return "it is an encoder-decoder"
+        if [layer_index(module) for module in modules] != list(range(len(modules))) or not modules:
+            return "not every layer has exactly one self-attention"
+        if getattr(config, "num_kv_shared_layers", None):
+            return "some of its layers share the keys and values of others"
+        return next((reason for module in modules if (reason := self._module_refusal(module, config))), None)
+
+    def _module_refusal(self, module: nn.Module, config: Any) -> str | None:
+        kind, hands = type(module).__name__, handed(type(module).forward)
+        if not hands.as_cached:
+            return f"the source of {kind} does not show that it attends to the keys and values it caches"
+        if not hands.mask_as_given:
+            return f"{kind} makes a mask of its own"
+        if unknown := sorted(hands.keywords - self.keywords):
+            return f"{kind} passes {', '.join(unknown)} to attention, which kvpolicy does not honour"
+        if not getattr(module, "is_causal", True):
+            return f"{kind} is not causal"
+        masked, passed = masked_window(module, config), passed_window(module)
+        if masked == UNKNOWN or passed not in (UNKNOWN, masked):
+            return f"{kind} does not mask by the sliding window of its config"
         return None
 
     def check_positions(self, positions: str) -> None:
@@ -64,7 +85,9 @@ class ModelAdapter:
         if positions not in POSITIONS:
             raise ConfigError(f"positions={positions!r} is not one of {', '.join(POSITIONS)}")
         if positions not in self.positions:
-            raise ConfigError(f"positions={positions!r} is not available for {self.name} models yet; use 'original'")
+            raise ConfigError(
+                f"positions={positions!r} is not available for {self.name} models; use 'original'"
+            )
 
 
 def text_config(model: nn.Module) -> Any:
@@ -81,18 +104,33 @@ def layer_index(module: nn.Module) -> int | None:
     return index if isinstance(index, int) else None
 
 
-@dataclass(frozen=True)
-class _Bound:
-    """What attaching did to a model."""
-
-    adapter: ModelAdapter
-    layers: int
-    handles: list[RemovableHandle]
-    configs: list[Any]
+UNKNOWN = -1
+"""A sliding window that cannot be told; ``None`` is no window."""
 
 
-_bound: WeakKeyDictionary[nn.Module, _Bound] = WeakKeyDictionary()  # by the first attention module
-_wrapped: Counter[int] = Counter()  # how many attached models share a config, by its id
+def masked_window(module: nn.Module, config: Any) -> int | None:
+    """The sliding window of the mask that the model makes for the layer of `module`."""
+    types = getattr(config, "layer_types", None)
+    sliding = types[layer_index(module) or 0] == "sliding_attention" if types else True
+    window: int | None = getattr(config, "sliding_window", None) if sliding else None
+    file = sys.modules[type(module).__module__]
+    makers = ("create_sliding_window_causal_mask", "create_masks_for_generate")
+    return window if window is None or any(hasattr(file, maker) for maker in makers) else UNKNOWN
+
+
+def passed_window(module: nn.Module) -> int | None:
+    """The sliding window `module` passes to the attention function; unknown where it passes none."""
+    if "sliding_window" not in handed(type(module).forward).keywords:
+        return UNKNOWN
+    if not getattr(module, "is_sliding", True):
+        return None
+    window: int | None = getattr(module, "sliding_window", getattr(_config(module), "sliding_window", None))
+    return window
+
+
+# An attribute of each attention module while its hook is there; a copy of the model has it too.
+_HANDLE = "kvpolicy_handle"
+_attached: WeakSet[nn.Module] = WeakSet()  # attention modules; models may share a config
 
 
 @dataclass(frozen=True)
@@ -115,74 +153,97 @@ class Attachment:
 def attach(model: nn.Module) -> Attachment:
     """Bind `model` to kvpolicy, so that it works with an :class:`~kvpolicy.EvictionCache`. Idempotent.
 
-    Without such a cache the model behaves as before. Use it as a context manager, or undo it by :func:`detach`.
+    Without such a cache the model behaves as before. A context manager; or undo it by :func:`detach`.
 
     Raises:
         UnsupportedModelError: no adapter serves the model, or transformers is too old.
     """
     _check_version()
+    if reason := _whole_model_refusal(model):
+        raise UnsupportedModelError(f"{_named(model)} is not supported: {reason}")
     adapter = _adapter_for(model)
-    modules = adapter.attention_modules(model)
-    name = f"{type(model).__name__} (model_type {text_config(model).model_type!r})"
     if reason := adapter.refusal(model):
-        raise UnsupportedModelError(f"{name} is not supported: {reason}")
-    if [layer_index(module) for module in modules] != list(range(len(modules))) or not modules:
-        raise UnsupportedModelError(f"{name} is not supported: not every layer has exactly one self-attention")
-    if bound := _bound.get(modules[0]):
-        return Attachment(model, bound.adapter, bound.layers, owned=False)
-    handles = [
-        module.register_forward_pre_hook(partial(_hand_over, index), with_kwargs=True)
-        for index, module in enumerate(modules)
-    ]
-    configs = list({id(module.config): module.config for module in modules}.values())
-    for config in configs:
-        _wrapped[id(config)] += 1
+        raise UnsupportedModelError(f"{_named(model)} is not supported: {reason}")
+    modules = adapter.attention_modules(model)
+    owned = not hasattr(modules[0], _HANDLE)
+    for index, module in enumerate(modules):
+        if owned:
+            # Some families only put the window into the mask.
+            window = masked_window(module, text_config(model)) if passed_window(module) == UNKNOWN else None
+            hook = partial(_hand_over, index, {} if window is None else {"sliding_window": window})
+            setattr(module, _HANDLE, module.register_forward_pre_hook(hook, with_kwargs=True))
+        _attached.add(module)
+        config = _config(module)
         config._attn_implementation = interface.register(config._attn_implementation or "eager")
-    _bound[modules[0]] = _Bound(adapter, len(modules), handles, configs)
-    return Attachment(model, adapter, len(modules), owned=True)
+    return Attachment(model, adapter, len(modules), owned)
 
 
 def detach(model: nn.Module) -> None:
     """Undo :func:`attach`: hooks are removed and the attention implementation is what it was. Idempotent."""
-    bound = next((_bound.pop(module) for module in list(model.modules()) if module in _bound), None)
-    if bound is None:
-        return
-    for handle in bound.handles:
-        handle.remove()
-    for config in bound.configs:
-        _wrapped[id(config)] -= 1
-        if not _wrapped[id(config)]:
-            del _wrapped[id(config)]
+    modules = [module for module in model.modules() if hasattr(module, _HANDLE)]
+    for module in modules:
+        getattr(module, _HANDLE).remove()
+        delattr(module, _HANDLE)
+        _attached.discard(module)
+    for config in map(_config, modules):
+        if not any(_config(other) is config for other in _attached):
             config._attn_implementation = config._attn_implementation.removeprefix(interface.PREFIX)
+
+
+def _named(model: nn.Module) -> str:
+    return f"{type(model).__name__} (model_type {_config(model).model_type!r})"
+
+
+def _whole_model_refusal(model: nn.Module) -> str | None:
+    """What rules `model` out whatever its attention is like."""
+    config = text_config(model)
+    if getattr(_config(model), "is_encoder_decoder", False):
+        return "it is an encoder-decoder"
+    if config is not _config(model):
+        named = ((name, getattr(module, "config", None)) for name, module in model.named_modules())
+        inner = next((f", model.{name}" for name, its in named if name and its is config), "")
+        return f"it is a multimodal model; give kvpolicy its language model{inner}"
+    causal = getattr(config, "is_causal", True)
+    if not causal or getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        return "its attention is not causal"
+    return None
 
 
 def _adapter_for(model: nn.Module) -> ModelAdapter:
     from kvpolicy.plugins import registry
 
-    config = text_config(model)
     adapters = sorted(registry().adapters.values(), key=lambda adapter: adapter.fallback)
     for adapter in adapters:
         if adapter.accepts(model):
             return adapter
     named = sorted({kind for adapter in adapters for kind in adapter.model_types})
     raise UnsupportedModelError(
-        f"{type(model).__name__} (model_type {config.model_type!r}) is not supported: its attention does not go "
-        f"through transformers' attention interface. Supported are {', '.join(named)}, and others that do"
+        f"{_named(model)} is not supported: it has no attention that goes through transformers' attention "
+        f"interface. Supported are {', '.join(named)}, and others that do"
     )
 
 
 def _check_version() -> None:
-    installed = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    if installed < OLDEST:
-        raise UnsupportedModelError(
-            f"transformers {transformers.__version__} is too old: kvpolicy needs {OLDEST[0]}.{OLDEST[1]} or newer"
-        )
+    version, oldest = transformers.__version__, ".".join(map(str, OLDEST))
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+        raise UnsupportedModelError(f"transformers {version} is too old; kvpolicy needs {oldest} or newer")
 
 
-def _hand_over(index: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+def _config(module: nn.Module) -> Any:
+    return module.config
+
+
+def _hand_over(
+    index: int, more: dict[str, Any], module: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]] | None:
     """Forward pre-hook: give the module its layer of our cache, if one is among its arguments."""
     for value in (*kwargs.values(), *args):
         if isinstance(value, EvictionCache):
-            kwargs["kvpolicy_pool"] = value.expect(index)
-            return args, kwargs
+            implementation = _config(module)._attn_implementation
+            if not implementation.startswith(interface.PREFIX):
+                raise NotAttachedError(
+                    f"the attention implementation was set to {implementation!r} after attaching; "
+                    "call kvpolicy.attach(model) again"
+                )
+            return args, {**kwargs, **more, "kvpolicy_pool": value.expect(index)}
     return None

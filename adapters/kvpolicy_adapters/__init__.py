@@ -1,4 +1,4 @@
-"""The adapters that come with kvpolicy, one file a family of attention. A new file here is found without being listed."""
+"""The adapters that come with kvpolicy, one file a family. A new file here is found without being listed."""
 
 from kvpolicy.adapter import ModelAdapter
 from kvpolicy.hooks import hookimpl

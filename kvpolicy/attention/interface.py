@@ -33,6 +33,8 @@ _REFUSED = {
     "head_mask": "a head mask",
     "cu_seq_lens_q": "packed sequences",
     "block_table": "paged storage",
+    "block_indices": "a choice of blocks",
+    "indices": "a choice of tokens",
 }
 
 
@@ -71,6 +73,10 @@ def attention(
         raise UnsupportedModelError(
             f"EvictionCache takes a 2-D attention mask [batch, tokens], not one of shape {list(attention_mask.shape)}"
         )
+    if key.shape != kvpolicy_pool.active_keys.shape:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} changes the keys it gets from the cache, so their statistics would not be those of the slots"
+        )
     with torch.no_grad():
         tokens = query.shape[2]
         kvpolicy_pool.place(attention_mask)
@@ -105,12 +111,25 @@ def mask(
     q_length: Any,
     kv_offset: Any = 0,
     attention_mask: Tensor | None = None,
+    mask_function: Any = None,
+    use_vmap: bool = False,
     **kwargs: Any,
 ) -> Tensor | None:
     """For our cache: which of the new tokens are real, ``[batch, tokens]``, or ``None`` where all are."""
-    if kv_offset is not UNORDERED and not (isinstance(kv_offset, int) and kv_offset == UNORDERED):
-        previous = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
-        return previous(q_length=q_length, kv_offset=kv_offset, attention_mask=attention_mask, **kwargs)
+    if not (isinstance(kv_offset, int) and kv_offset == UNORDERED):
+        return ALL_MASK_ATTENTION_FUNCTIONS[implementation](
+            q_length=q_length,
+            kv_offset=kv_offset,
+            attention_mask=attention_mask,
+            mask_function=mask_function,
+            use_vmap=use_vmap,
+            **kwargs,
+        )
+    if use_vmap or getattr(mask_function, "__qualname__", "").startswith("or_masks"):
+        raise UnsupportedModelError(
+            "the model lets some tokens see later ones (image blocks, or a mask function of its own), "
+            "which EvictionCache does not honour"
+        )
     if attention_mask is None:
         return None
     new = attention_mask[:, -q_length:].bool()
