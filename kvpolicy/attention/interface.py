@@ -111,8 +111,7 @@ def mask(
     q_length: Any,
     kv_offset: Any = 0,
     attention_mask: Tensor | None = None,
-    mask_function: Any = None,
-    use_vmap: bool = False,
+    allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Tensor | None:
     """For our cache: which of the new tokens are real, ``[batch, tokens]``, or ``None`` where all are."""
@@ -121,11 +120,10 @@ def mask(
             q_length=q_length,
             kv_offset=kv_offset,
             attention_mask=attention_mask,
-            mask_function=mask_function,
-            use_vmap=use_vmap,
+            allow_is_causal_skip=allow_is_causal_skip,
             **kwargs,
         )
-    if use_vmap or getattr(mask_function, "__qualname__", "").startswith("or_masks"):
+    if not allow_is_causal_skip:  # transformers' own sign that the mask is more than causal and padding
         raise UnsupportedModelError(
             "the model lets some tokens see later ones (image blocks, or a mask function of its own), "
             "which EvictionCache does not honour"

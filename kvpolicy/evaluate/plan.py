@@ -25,7 +25,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Run:
-    """One measurement. A policy that evicts nothing is measured once and stands beside every budget."""
+    """One measurement, for all budgets that it stands for: any, where the policy evicts nothing."""
 
     name: str
     policy: EvictionPolicy
@@ -68,14 +68,14 @@ class Plan:
                 if name != BASELINE:
                     runs.append(Run(name, config.policy, targets[name]))
                 continue
-            for target in targets[name]:
-                config.policy.check(target.tokens)
-                runs.append(Run(name, config.policy, (target,)))
+            for tokens, same in _by_tokens(targets[name]).items():
+                config.policy.check(tokens)
+                runs.append(Run(name, config.policy, tuple(same)))
         largest = max((target for run in runs for target in run.targets), key=lambda target: target.tokens)
         if largest.tokens + 2 >= length:
             raise EvaluationError(
-                f"a budget of {largest.budget} ({largest.tokens} tokens) evicts nothing before the end of samples "
-                f"of {length} tokens: lower --budgets or raise --tokens"
+                f"a budget of {largest.budget} ({largest.tokens} tokens) leaves nothing to score "
+                f"in samples of {length} tokens: lower --budgets or raise --tokens"
             )
         return cls(tuple(runs), length, largest.tokens + 2)
 
@@ -87,7 +87,8 @@ def _named(policies: Sequence[Any]) -> list[tuple[str, Any]]:
         if policy == "all":
             named.update((kind, kind) for kind in sorted(registry().policies))
         elif isinstance(policy, EvictionPolicy):
-            named[f"{policy.kind} {policy.model_dump(exclude={'kind'}, exclude_defaults=True) or ''}".strip()] = policy
+            options = policy.model_dump(exclude={"kind"}, exclude_defaults=True)
+            named[" ".join([policy.kind, *(f"{key}={value}" for key, value in options.items())])] = policy
         else:
             named[str(policy)] = policy
     if not named:
@@ -101,6 +102,14 @@ def _targets(name: str, given: list[Budget], own: Budget | None, length: int) ->
     if not budgets and name != BASELINE:
         raise ConfigError(f"no budget for {name}: give --budgets 0.25,64, or put one into its file")
     return tuple(Target(budget, budget.resolve(length)) for budget in budgets)
+
+
+def _by_tokens(targets: Iterable[Target]) -> dict[int, list[Target]]:
+    """What comes to the same number of tokens is measured once."""
+    found: dict[int, list[Target]] = {}
+    for target in targets:
+        found.setdefault(target.tokens, []).append(target)
+    return found
 
 
 def _union(targets: Iterable[tuple[Target, ...]]) -> tuple[Target, ...]:

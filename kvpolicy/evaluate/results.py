@@ -1,4 +1,4 @@
-"""What a comparison found, as it is written to ``results.json``: enough to read it, to repeat it, to continue it."""
+"""What a comparison found, as it is written to ``results.json``: enough to read, repeat and continue it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from kvpolicy import __version__
 from kvpolicy.errors import EvaluationError
 
 FILE = "results.json"
@@ -72,7 +73,7 @@ class Results:
     versions: dict[str, str]
     started: str
     seconds: float = 0.0
-    kvpolicy: str = field(default_factory=lambda: version("kvpolicy"))
+    kvpolicy: str = __version__
     cells: list[Cell] = field(default_factory=list)
 
     @property
@@ -102,12 +103,16 @@ class Results:
             ) from error
 
     def differences(self, other: Results) -> list[str]:
-        """How the settings of `other` differ, one ``name: mine -> theirs`` each; none where cells can be mixed."""
-        mine, theirs = (dict(_leaves({name: getattr(run, name) for name in IDENTITY})) for run in (self, other))
-        names = [*mine, *(name for name in theirs if name not in mine)]
+        """How the settings of `other` differ, as ``name: mine -> theirs``; none where cells can be mixed."""
+        mine, theirs = self._identity(), other._identity()
         return [
-            f"{name}: {mine.get(name)} -> {theirs.get(name)}" for name in names if mine.get(name) != theirs.get(name)
+            f"{name}: {_short(mine.get(name))} -> {_short(theirs.get(name))}"
+            for name in dict.fromkeys([*mine, *theirs])
+            if mine.get(name) != theirs.get(name)
         ]
+
+    def _identity(self) -> dict[str, Any]:
+        return dict(_leaves({name: getattr(self, name) for name in IDENTITY}))
 
 
 def _tupled(cell: dict[str, Any]) -> dict[str, Any]:
@@ -122,6 +127,11 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{name}", value
 
 
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
 def command_line() -> str:
     """The command that runs now, quoted for a shell."""
     program = Path(sys.argv[0]).name if sys.argv else "kvpolicy"
@@ -130,8 +140,14 @@ def command_line() -> str:
 
 def versions() -> dict[str, str]:
     """Everything that numbers may depend on."""
-    packages = {name: version(name) for name in ("kvpolicy", "torch", "transformers")}
-    return {"python": platform.python_version(), **packages, "platform": platform.platform(), "cpu": _cpu()}
+    return {
+        "kvpolicy": __version__,
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "platform": platform.platform(),
+        "cpu": _cpu(),
+    }
 
 
 def _cpu() -> str:

@@ -16,7 +16,7 @@ _Z = 1.959964
 
 
 def t_quantile(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t, to three digits (Cornish and Fisher's expansion around the normal)."""
+    """The 97.5 % quantile of Student's t, to three digits (Cornish-Fisher expansion around the normal)."""
     if freedom <= len(_EXACT):
         return _EXACT[freedom - 1]
     z, n = _Z, freedom
@@ -29,7 +29,7 @@ def t_quantile(freedom: int) -> float:
 
 
 def increase_interval(differences: Sequence[float]) -> tuple[float, float] | None:
-    """The interval of ``exp(mean difference) - 1``; ``None`` where one sample says nothing about the spread."""
+    """The interval of ``exp(mean difference) - 1``; ``None`` for one sample, which has no spread."""
     if len(differences) < 2:
         return None
     middle = mean(differences)

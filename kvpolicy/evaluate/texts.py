@@ -30,7 +30,8 @@ def sample_positions(available: int, length: int, count: int, seed: int) -> list
     shrunk to one token is the same as choosing samples that do not overlap.
     """
     if count * length > available:
-        fits = f"{available // length} samples of {length}" if length <= available else f"samples of {available}"
+        fitting = available // length
+        fits = f"{fitting} samples of {length}" if fitting else f"a sample of {available}"
         raise EvaluationError(
             f"the text has {available} tokens, too few for {count} samples of {length}; {fits} would fit: "
             "lower --samples or --tokens, or give a longer text"
@@ -39,7 +40,9 @@ def sample_positions(available: int, length: int, count: int, seed: int) -> list
     return [place + index * (length - 1) for index, place in enumerate(sorted(places))]
 
 
-def samples(token_ids: Sequence[int], length: int, count: int, seed: int) -> tuple[list[list[int]], list[int]]:
+def samples(
+    token_ids: Sequence[int], length: int, count: int, seed: int
+) -> tuple[list[list[int]], list[int]]:
     """`count` windows of `length` tokens, and their positions in the text."""
     positions = sample_positions(len(token_ids), length, count, seed)
     return [list(token_ids[start : start + length]) for start in positions], positions
@@ -54,7 +57,7 @@ def _file(spec: str) -> str:
     except OSError as error:
         raise EvaluationError(f"cannot read text file {spec}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise EvaluationError(f"text file {spec} is not UTF-8 (byte {error.start}); convert it first") from error
+        raise EvaluationError(f"text file {spec} is not UTF-8 (at byte {error.start})") from error
 
 
 def _builtin(spec: str) -> str:
