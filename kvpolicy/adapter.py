@@ -85,9 +85,7 @@ class ModelAdapter:
         if positions not in POSITIONS:
             raise ConfigError(f"positions={positions!r} is not one of {', '.join(POSITIONS)}")
         if positions not in self.positions:
-            raise ConfigError(
-                f"positions={positions!r} is not available for {self.name} models; use 'original'"
-            )
+            raise ConfigError(f"positions={positions!r} is not available for {self.name} models; use 'original'")
 
 
 def text_config(model: nn.Module) -> Any:

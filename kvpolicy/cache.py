@@ -66,7 +66,9 @@ class EvictionCache(Cache):
         self.policy = config.policy
         self.budget = Budget.parse(budget) if budget is not None else config.budget
         if self.budget is None and self.policy.bounded:
-            raise BudgetError(f"{self.policy.kind} needs a budget: tokens (budget=512) or a share of the prompt (budget=0.25)")
+            raise BudgetError(
+                f"{self.policy.kind} needs a budget: tokens (budget=512) or a share of the prompt (budget=0.25)"
+            )
         if self.budget is not None and prompt_length is not None:
             self.budget = Budget.parse(self.budget.resolve(_positive(prompt_length, "prompt_length")))
         if self.budget is not None and self.budget.tokens is not None and self.policy.bounded:
@@ -113,7 +115,7 @@ class EvictionCache(Cache):
         return self.layers[layer]
 
     def __repr__(self) -> str:
-        return f"EvictionCache({self.policy!r}, budget={self.budget}, seen={self.get_seq_length()}, layers={len(self.layers)})"
+        return f"EvictionCache({self.policy!r}, budget={self.budget}, seen={self.get_seq_length()})"
 
 
 def _positive(value: int, name: str) -> int:
@@ -137,6 +139,11 @@ class SlotPool(CacheLayerMixin):
     is_croppable = False
     is_sliding = False
     supports_early_init = False
+
+    keys: Any
+    """``[batch, kv_heads, slots, head_dim]``; ``None`` before the first call."""
+    values: Any
+    """``[batch, kv_heads, slots, value_dim]``."""
 
     def __init__(self, policy: EvictionPolicy, budget: Budget | None, index: int) -> None:
         super().__init__()
@@ -212,7 +219,7 @@ class SlotPool(CacheLayerMixin):
         return self.active_keys, self.active_values
 
     def _overwrite(self, keys: Tensor, values: Tensor) -> None:
-        assert self.keys is not None and self.values is not None and self.free is not None
+        assert self.free is not None
         slot = self.free.unsqueeze(-1)
         self.keys.scatter_(2, slot.expand(*slot.shape[:3], keys.shape[-1]), keys)
         self.values.scatter_(2, slot.expand(*slot.shape[:3], values.shape[-1]), values)
@@ -222,7 +229,6 @@ class SlotPool(CacheLayerMixin):
             state.scatter_(2, index, field.fill)
 
     def _fill(self, keys: Tensor, values: Tensor) -> None:
-        assert self.keys is not None and self.values is not None
         if self.used == self.keys.shape[2]:
             self._allocate(self.used + 1)
         self.keys[:, :, self.used] = keys[:, :, 0]
@@ -253,7 +259,7 @@ class SlotPool(CacheLayerMixin):
         return self._columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Slots kept and new ones together, and :data:`~kvpolicy.attention.interface.UNORDERED`: they have no offset."""
+        """Tokens kept and new ones together; and ``UNORDERED``, since slots have no common offset."""
         return self.used - (self.free is not None) + query_length, UNORDERED
 
     def get_max_length(self) -> int:
@@ -324,7 +330,9 @@ class SlotPool(CacheLayerMixin):
             numbers = torch.where(real > 0, self.seen + real.cumsum(-1, dtype=torch.int32) - 1, EMPTY)
             added: Tensor | int = real.sum(-1, keepdim=True, dtype=torch.int32)
         else:
-            numbers = self.seen if tokens == 1 else self.seen + torch.arange(tokens, dtype=torch.int32, device=self.device)
+            numbers = (
+                self.seen if tokens == 1 else self.seen + torch.arange(tokens, dtype=torch.int32, device=self.device)
+            )
             added = tokens
         spread = numbers.expand(-1, self._positions.shape[1], -1)
         if self.free is not None:
@@ -418,7 +426,7 @@ class SlotPool(CacheLayerMixin):
 
     def _cut(self) -> None:
         """Keep what fits, in order of position, in new storage with one free slot at its end."""
-        assert self.limit is not None and self.keys is not None and self.values is not None
+        assert self.limit is not None
         count = min(self.limit, self.used)
         order, positions = survivors(self.policy, self.view(), count)
         spare = (0, self.limit + 1 - count)
@@ -431,7 +439,6 @@ class SlotPool(CacheLayerMixin):
 
     def _allocate(self, least: int) -> None:
         """Move what is held to storage of its own with room for `least` slots and some more."""
-        assert self.keys is not None and self.values is not None
         capacity = -(-least // GROWTH) * GROWTH
         if self.policy.bounded and self.limit is not None:
             capacity = max(least, min(capacity, self.limit + 1))
@@ -468,9 +475,8 @@ class SlotPool(CacheLayerMixin):
     def nbytes(self) -> int:
         if not self.is_initialized:
             return 0
-        held = [self.keys, self.values, self._positions, self.seen, *self._fields.values()]
-        held += [state for state in (self.free, self.limits) if state is not None]
-        return sum(state.untyped_storage().nbytes() for state in held)
+        held = [self.keys, self.values, self._positions, self.seen, *self._fields.values(), self.free, self.limits]
+        return sum(int(state.untyped_storage().nbytes()) for state in held if state is not None)
 
 
 def _grown(state: Tensor, slots: int, fill: float) -> Tensor:

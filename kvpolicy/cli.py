@@ -74,25 +74,17 @@ def compare(
     out: Annotated[Path, typer.Option(help="Folder for results.json and report.html.")],
     budgets: Annotated[
         str,
-        typer.Option(
-            help="Tokens (64) or shares of a sample (0.25), separated by commas.", show_default="from files"
-        ),
+        typer.Option(help="Tokens (64) or shares of a sample (0.25), separated by commas.", show_default="from files"),
     ] = "",
     tokens: Annotated[int, typer.Option(help="Length of a sample.")] = 512,
     samples: Annotated[int, typer.Option(help="How many samples; more narrow the intervals.")] = 4,
     seed: Annotated[int, typer.Option(help="Draws where the samples start.")] = 0,
-    batch: Annotated[
-        int | None, typer.Option(help="Samples decoded together.", show_default="all, up to 8")
-    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Samples decoded together.", show_default="all, up to 8")] = None,
     dtype: Dtype = None,
     device: Device = None,
     threads: Threads = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue an earlier run in the same folder.")
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Start anew in a folder with results.")
-    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an earlier run in the same folder.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew in a folder with results.")] = False,
 ) -> None:
     """Measure what policies cost in quality, and what they save in time and bytes.
 
@@ -164,13 +156,9 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat/--no-chat", help="Wrap the prompt in the model's chat template.")
     ] = False,
-    sample: Annotated[
-        bool, typer.Option("--sample", help="Sample, rather than take the likeliest token.")
-    ] = False,
+    sample: Annotated[bool, typer.Option("--sample", help="Sample, rather than take the likeliest token.")] = False,
     seed: Annotated[int, typer.Option(help="For --sample.")] = 0,
-    show_kept: Annotated[
-        bool, typer.Option("--show-kept", help="Show which tokens were kept at the end.")
-    ] = False,
+    show_kept: Annotated[bool, typer.Option("--show-kept", help="Show which tokens were kept at the end.")] = False,
     dtype: Dtype = None,
     device: Device = None,
     threads: Threads = None,

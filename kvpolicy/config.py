@@ -83,9 +83,7 @@ def policy_from(value: Any) -> EvictionPolicy:
     if isinstance(value, str):
         return _class_of(value).model_validate({"kind": value})
     if not isinstance(value, Mapping):
-        raise _refusal(
-            value, f"needs a policy: an object, a kind, or a mapping with one; not {_shown(value)}"
-        )
+        raise _refusal(value, f"needs a policy: an object, a kind, or a mapping with one; not {_shown(value)}")
     if "kind" not in value:
         near = get_close_matches("kind", filter(_is_text, value), n=1)
         hint = f"is {near[0]!r} meant to be it?" if near else _installed()
@@ -206,9 +204,7 @@ def _constructed(yaml: Any, root: Any, file: str) -> Any:
     try:
         return yaml.constructor.construct_document(root)
     except ValueError as error:  # a tag that its value cannot have, such as !!int x
-        raise ConfigError(
-            f"{_at(file, root.start_mark)}: has a value that cannot be read: {error}"
-        ) from error
+        raise ConfigError(f"{_at(file, root.start_mark)}: has a value that cannot be read: {error}") from error
 
 
 def _refuse_repeated_keys(root: Any, file: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 _GOLDEN = -7046029254386353131  # 2**64 / golden ratio, as a signed 64-bit integer

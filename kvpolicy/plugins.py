@@ -112,8 +112,7 @@ class Registry:
         return [
             unknown("hook", caller.name, "there are", known)
             for caller in callers
-            if not caller.has_spec()
-            and not all(i.optionalhook for i in caller.get_hookimpls() if i.plugin is module)
+            if not caller.has_spec() and not all(i.optionalhook for i in caller.get_hookimpls() if i.plugin is module)
         ]
 
     def _collect(self, plugin: Plugin, what: str, name_of: Callable[[Any], str]) -> None:

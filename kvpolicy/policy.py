@@ -127,7 +127,7 @@ class View:
         self.holes = holes
         """Whether slots may be empty. Where not, the framework saves looking."""
         self.positions = positions
-        """Logical position of the token in each slot: 0 is the row's first real token, padding not counted; -1 is empty."""
+        """Logical position of each slot's token: 0 is the row's first real one, padding not counted; -1 is empty."""
         self.seen = seen
         """Real tokens seen so far, those of this call included, ``[batch, 1, 1]``."""
         self.budget = budget
@@ -186,7 +186,7 @@ class View:
         batch, heads = self.positions.shape[:2]
         row, head = self._offsets
         device = self.positions.device
-        lanes = [self.layer, torch.arange(head, head + heads, device=device).view(1, -1, 1)]
+        lanes: list[Tensor | int] = [self.layer, torch.arange(head, head + heads, device=device).view(1, -1, 1)]
         if rows:
             lanes.append(torch.arange(row, row + batch, device=device).view(-1, 1, 1))
         lanes.append(self.positions)
@@ -228,7 +228,9 @@ class EvictionPolicy(BaseModel):
 
     def __eq__(self, other: object) -> bool:
         # One token (1) and the whole budget (1.0) are equal numbers and different policies.
-        return type(self) is type(other) and self.model_dump_json() == other.model_dump_json()  # type: ignore[attr-defined]
+        if not isinstance(other, EvictionPolicy) or type(self) is not type(other):
+            return NotImplemented
+        return self.model_dump_json() == other.model_dump_json()
 
     def __hash__(self) -> int:
         return hash((type(self), self.model_dump_json()))

@@ -34,9 +34,7 @@ def handed(forward: Callable[..., Any]) -> Handed:
     except (OSError, TypeError, SyntaxError):
         return Handed()
     calls = [node for node in nodes if isinstance(node, ast.Call) and _is_attention(node)]
-    assigned = [
-        (n, name) for n in nodes if isinstance(n, ast.Assign) for t in n.targets for name in _names(t)
-    ]
+    assigned = [(n, name) for n in nodes if isinstance(n, ast.Assign) for t in n.targets for name in _names(t)]
     updates = list(dict.fromkeys(n for n, _ in assigned if _is_update(n.value)))
     if not calls or len(updates) != 1:
         return Handed()

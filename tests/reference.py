@@ -95,7 +95,9 @@ class LRURule(Rule):
     def keep(self, held: list[int], seen: int) -> list[int]:
         stay = self.fixed(held, seen)
         rest = [p for p in held if p not in stay]
-        return stay + self.best(rest, self.budget - len(stay), lambda p: self.last[p], lambda p: self.mass[p], lambda p: p)
+        return stay + self.best(
+            rest, self.budget - len(stay), lambda p: self.last[p], lambda p: self.mass[p], lambda p: p
+        )
 
 
 class RandomRule(Rule):
@@ -138,7 +140,9 @@ class Reference:
 
     def __call__(self, ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         columns = self.cache.get_seq_length() + ids.shape[1]
-        self.real = torch.ones(ids.shape[0], columns, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        self.real = (
+            torch.ones(ids.shape[0], columns, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        )
         before = self.model.config._attn_implementation
         self.model.config._attn_implementation = NAME
         AttentionInterface.register(NAME, self._attend)

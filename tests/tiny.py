@@ -66,7 +66,10 @@ def ids(rows: int, tokens: int, seed: int = 0) -> torch.Tensor:
 def left_pad(lengths: list[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of different lengths padded on the left: ids and mask, ``[rows, max(lengths)]``."""
     width = max(lengths)
-    tokens, mask = torch.zeros(len(lengths), width, dtype=torch.long), torch.zeros(len(lengths), width, dtype=torch.long)
+    tokens, mask = (
+        torch.zeros(len(lengths), width, dtype=torch.long),
+        torch.zeros(len(lengths), width, dtype=torch.long),
+    )
     for row, length in enumerate(lengths):
         tokens[row, width - length :] = ids(1, length, seed + row)[0]
         mask[row, width - length :] = 1

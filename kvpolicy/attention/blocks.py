@@ -6,8 +6,6 @@ and of the statistics, and is gone. A decode step is a block of one row.
 
 from __future__ import annotations
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -174,7 +172,9 @@ def _walk(pool: SlotPool, query: Tensor, scoring: Scoring, first: int, output: T
         pool.observe(None)
 
 
-def _plan(query: Tensor, slots: int, first: int, window: int) -> tuple[list[tuple[int, int]], list[tuple[slice, slice]]]:
+def _plan(
+    query: Tensor, slots: int, first: int, window: int
+) -> tuple[list[tuple[int, int]], list[tuple[slice, slice]]]:
     """Bounds of the blocks of rows, and slices of batch and heads: blocks near the size fastest on the device."""
     batch, heads, group, rows, _ = query.shape
     room = (_CPU_BLOCK_BYTES if query.device.type == "cpu" else _GPU_BLOCK_BYTES) // (4 * group * slots)

@@ -66,8 +66,8 @@ def attention(
         return _previous(implementation, module)(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
-    if dropout:
-        raise UnsupportedModelError("EvictionCache is for inference: call model.eval() first (attention dropout is on)")
+    if module.training:
+        raise UnsupportedModelError("EvictionCache is for inference and passes no gradients: call model.eval() first")
     scoring = _scoring(module, query, scaling, kwargs)
     if attention_mask is not None and attention_mask.dim() != 2:
         raise UnsupportedModelError(
@@ -75,7 +75,7 @@ def attention(
         )
     if key.shape != kvpolicy_pool.active_keys.shape:
         raise UnsupportedModelError(
-            f"{type(module).__name__} changes the keys it gets from the cache, so their statistics would not be those of the slots"
+            f"{type(module).__name__} changes the keys it gets from the cache, so it does not attend to what is kept"
         )
     with torch.no_grad():
         tokens = query.shape[2]
@@ -88,9 +88,13 @@ def attention(
 def _scoring(module: torch.nn.Module, query: Tensor, scaling: float | None, kwargs: dict[str, Any]) -> Scoring:
     for name, meaning in _REFUSED.items():
         if kwargs.get(name) is not None:
-            raise UnsupportedModelError(f"{type(module).__name__} passes {meaning} ({name}), which EvictionCache does not honour")
+            raise UnsupportedModelError(
+                f"{type(module).__name__} passes {meaning} ({name}), which EvictionCache does not honour"
+            )
     if kwargs.get("output_attentions"):
-        raise UnsupportedModelError("output_attentions=True: the attention matrix is never formed with an EvictionCache")
+        raise UnsupportedModelError(
+            "output_attentions=True: the attention matrix is never formed with an EvictionCache"
+        )
     return Scoring(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap=kwargs.get("softcap"),

@@ -19,9 +19,7 @@ from kvpolicy.evaluate import packaged
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def load_model(
-    spec: str, dtype: str | None = None, device: str | None = None
-) -> tuple[Any, Any, dict[str, Any]]:
+def load_model(spec: str, dtype: str | None = None, device: str | None = None) -> tuple[Any, Any, dict[str, Any]]:
     """The model, its tokenizer, and a record for the results.
 
     Args:

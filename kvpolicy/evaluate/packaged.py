@@ -70,9 +70,7 @@ def packaged_model(spec: str) -> PackagedModel:
     """The entry of the table that `spec` (``pypi:<package>``) names."""
     package = spec.removeprefix(PREFIX)
     if package not in PACKAGED:
-        raise EvaluationError(
-            f"unknown packaged model {spec!r}; known: {known()}. Or give a folder or a hub id"
-        )
+        raise EvaluationError(f"unknown packaged model {spec!r}; known: {known()}. Or give a folder or a hub id")
     return PACKAGED[package]
 
 

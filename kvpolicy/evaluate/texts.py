@@ -40,9 +40,7 @@ def sample_positions(available: int, length: int, count: int, seed: int) -> list
     return [place + index * (length - 1) for index, place in enumerate(sorted(places))]
 
 
-def samples(
-    token_ids: Sequence[int], length: int, count: int, seed: int
-) -> tuple[list[list[int]], list[int]]:
+def samples(token_ids: Sequence[int], length: int, count: int, seed: int) -> tuple[list[list[int]], list[int]]:
     """`count` windows of `length` tokens, and their positions in the text."""
     positions = sample_positions(len(token_ids), length, count, seed)
     return [list(token_ids[start : start + length]) for start in positions], positions

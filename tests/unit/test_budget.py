@@ -105,6 +105,4 @@ def test_tensors_resolve_like_numbers(value, prompts):
 def test_a_share_is_the_nearest_number_of_tokens(share, prompt):
     resolved = Budget.parse(share).resolve(prompt)
     assert 1 <= resolved <= max(1, prompt)
-    assert resolved == 1 or abs(resolved - Fraction(share) * prompt) <= Fraction(1, 2) + Fraction(
-        prompt, 10**6
-    )
+    assert resolved == 1 or abs(resolved - Fraction(share) * prompt) <= Fraction(1, 2) + Fraction(prompt, 10**6)

@@ -149,7 +149,7 @@ def test_memory_is_flat_over_three_thousand_steps(model: Any) -> None:
 
 
 def formula(cache: EvictionCache, rows: int, heads: int, slots: int, width: int, fields: int, full: bool) -> int:
-    """Keys, values, a 4-byte position and the slot fields for each slot; per row the tokens seen, per head the free slot."""
+    """A slot is a key, a value, a 4-byte position and fields; a row adds the tokens seen, a head the free slot."""
     per_slot = 2 * width * 4 + 4 + fields
     return len(cache.layers) * (rows * heads * slots * per_slot + rows * 4 + rows * heads * 8 * full)
 

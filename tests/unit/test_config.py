@@ -268,8 +268,7 @@ def test_a_budget_that_cannot_hold_what_is_protected():
         ("h2oo", f"unknown policy 'h2oo'; did you mean 'h2o'? installed: {KINDS}"),
         (
             "zzz",
-            f"unknown policy 'zzz'; installed: {KINDS}; "
-            "a new entry point is seen once its package is reinstalled",
+            f"unknown policy 'zzz'; installed: {KINDS}; a new entry point is seen once its package is reinstalled",
         ),
         ({"kind": "h2oo"}, f"kind: unknown policy 'h2oo'; did you mean 'h2o'? installed: {KINDS}"),
         ({"kind": None}, f"kind: needs the name of a policy, not None; installed: {KINDS}"),

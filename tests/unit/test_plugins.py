@@ -187,9 +187,7 @@ def test_an_entry_point_to_nothing():
     registered = Registry([point("gone", "not_there_at_all"), point("lost", "kvpolicy.hooks:nothing")])
     assert problems(registered) == {
         "gone": ["not_there_at_all: ModuleNotFoundError: No module named 'not_there_at_all'"],
-        "lost": [
-            "kvpolicy.hooks:nothing: AttributeError: module 'kvpolicy.hooks' has no attribute 'nothing'"
-        ],
+        "lost": ["kvpolicy.hooks:nothing: AttributeError: module 'kvpolicy.hooks' has no attribute 'nothing'"],
     }
     assert registered.policies == {}
 
@@ -261,9 +259,7 @@ def test_a_kind_twice_in_one_plugin(module):
     """
     )
     registered = Registry([module("twice", code)])
-    assert problems(registered) == {
-        "twice": ["'mine' is already provided by this plugin; twice.Copy is ignored"]
-    }
+    assert problems(registered) == {"twice": ["'mine' is already provided by this plugin; twice.Copy is ignored"]}
 
 
 def test_policies_and_adapters_have_names_of_their_own(module):

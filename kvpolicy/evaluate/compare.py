@@ -1,0 +1,273 @@
+"""The comparison: every policy at every budget on the same tokens, beside the full cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from math import exp
+from os import PathLike
+from pathlib import Path
+from statistics import mean
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from kvpolicy.cache import EvictionCache
+from kvpolicy.errors import EvaluationError
+from kvpolicy.evaluate import results as outcome
+from kvpolicy.evaluate.models import check_model, load_model, quiet_transformers
+from kvpolicy.evaluate.plan import Plan, Run, Target
+from kvpolicy.evaluate.results import Cell, Results
+from kvpolicy.evaluate.score import Measurement, Tape, Task, measure
+from kvpolicy.evaluate.statistics import RULE, increase_interval
+from kvpolicy.evaluate.texts import load_text, samples
+from kvpolicy.report.progress import Progress
+
+LARGEST_BATCH = 8
+
+BUDGET_RULE = (
+    "Tokens kept in every layer, row and KV head after each step, whatever the policy; "
+    "a share is of the tokens of a sample, rounded half up, at least one."
+)
+PHASE = (
+    "decode: the first tokens of each sample, as many as the budget holds, are fed in one call that evicts "
+    "nothing; all others one by one, with an eviction in every step. All policies are scored on the same "
+    "tokens, from `samples.scored_from` on, where even the largest budget no longer sees everything."
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to compare, on what."""
+
+    model: str
+    text: str
+    policies: Sequence[Any]
+    """Kinds, files, mappings or policies; ``all`` is everything installed."""
+    budgets: Sequence[Any] = ()
+    """Tokens, or shares of a sample."""
+    tokens: int = 512
+    """Length of a sample."""
+    samples: int = 4
+    seed: int = 0
+    batch: int | None = None
+    """Samples decoded together; by default all, up to 8."""
+    dtype: str | None = None
+    device: str | None = None
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in {"tokens": 4, "samples": 1, "batch": 1, "threads": 1}.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise EvaluationError(f"{name} must be at least {least}, not {value}")
+
+    @property
+    def rows(self) -> int:
+        """Samples in one batch."""
+        return min(self.batch or LARGEST_BATCH, self.samples)
+
+
+def compare(
+    settings: Settings,
+    out: str | PathLike[str] | None = None,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Results:
+    """Run a comparison. After each run the cells found so far are in ``results.json`` in the folder `out`.
+
+    With `resume`, cells of an earlier run into the same folder are kept, if its settings were the same.
+    """
+    comparison = _Comparison(settings, Path(out) if out is not None else None, progress or Progress())
+    return comparison.run(resume, overwrite)
+
+
+@dataclass
+class _Comparison:
+    settings: Settings
+    out: Path | None
+    progress: Progress
+    results: Results = field(init=False)
+
+    def run(self, resume: bool, overwrite: bool) -> Results:
+        started = perf_counter()
+        plan = Plan.of(self.settings.policies, self.settings.budgets, self.settings.tokens)
+        text, text_record = load_text(self.settings.text)
+        earlier = _earlier(self.out, resume, overwrite) if self.out is not None else None
+        check_model(self.settings.model, self.settings.dtype, self.settings.device)
+        _check_length(text, self.settings)
+        if self.settings.threads:
+            torch.set_num_threads(self.settings.threads)
+        self.progress.stage(f"loading {self.settings.model}")
+        model, tokenizer, model_record = load_model(self.settings.model, self.settings.dtype, self.settings.device)
+        _check_model_length(model, plan.length)
+        windows, positions = _windows(text, tokenizer, self.settings)
+        self.results = self._head(plan, model, model_record, text_record, positions)
+        if earlier is not None:
+            self._take_over(earlier)
+        for run in plan.runs:
+            EvictionCache(model, run.policy, budget=run.limit)  # refuses what cannot work, before any work
+        task = Task(model, torch.tensor(windows, device=model.device), plan.scored_from, self.settings.rows)
+        try:
+            self._measure(plan, task)
+        finally:
+            self.progress.close()
+        self.results.seconds += perf_counter() - started
+        self._save()
+        return self.results
+
+    def _head(self, plan: Plan, model: Any, model_record: Any, text_record: Any, positions: list[int]) -> Results:
+        return Results(
+            command=outcome.command_line(),
+            model=model_record,
+            text=text_record,
+            samples={
+                "count": self.settings.samples,
+                "length": self.settings.tokens,
+                "positions": positions,
+                "seed": self.settings.seed,
+                "scored_from": plan.scored_from,
+            },
+            batch=self.settings.rows,
+            device=_device_name(model.device),
+            threads=torch.get_num_threads(),
+            budget_rule=BUDGET_RULE,
+            phase=PHASE,
+            interval_rule=RULE,
+            versions=outcome.versions(),
+            started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        )
+
+    def _take_over(self, earlier: Results) -> None:
+        if differences := earlier.differences(self.results):
+            raise EvaluationError(
+                f"cannot resume {self.out}: its cells were measured otherwise ({'; '.join(differences)}); "
+                "use the same settings, another --out, or --overwrite"
+            )
+        self.results.cells = earlier.cells
+        self.results.started = earlier.started
+        self.results.seconds = earlier.seconds
+
+    def _measure(self, plan: Plan, task: Task) -> None:
+        full, *others = plan.runs
+        pending = [run for run in others if not self._finished(run)]
+        if not pending and self._finished(full):
+            return
+        self._save()
+        self.progress.start(len(pending) + 1, task.windows.numel() - len(task.windows))
+        with _tape(self.out, task) as tape:
+            baseline = None
+            for run in [full, *pending]:
+                self.progress.begin(run.label)
+                found = measure(task, run.policy, run.limit, tape, self.progress.advance)
+                baseline = baseline or found
+                for target in run.targets:
+                    self._put(self._cell(run, target, found, baseline))
+                self._save()
+                self.progress.finish(run.label, found.seconds, exp(mean(found.sample_nll)))
+
+    def _cell(self, run: Run, target: Target, found: Measurement, baseline: Measurement) -> Cell:
+        differences = [mine - full for mine, full in zip(found.sample_nll, baseline.sample_nll, strict=True)]
+        evictions = found.seen - found.kept
+        calls_per_second = found.decode_calls / found.decode_seconds
+        return Cell(
+            policy=run.name,
+            config=run.policy.model_dump(mode="json"),
+            budget=target.budget.amount,
+            budget_tokens=target.tokens,
+            kept_tokens=found.kept,
+            evictions=evictions,
+            perplexity=exp(mean(found.sample_nll)),
+            perplexity_increase=exp(mean(differences)) - 1,
+            interval=increase_interval(differences),
+            kl=found.kl / found.scored,
+            agreement=found.agreed / found.scored,
+            tokens_per_second=found.scored / found.decode_seconds,
+            tokens_per_second_per_row=calls_per_second,
+            cache_bytes=found.cache_bytes,
+            scored_tokens=found.scored,
+            sample_perplexities=[exp(nll) for nll in found.sample_nll],
+            seconds=found.seconds,
+            notes=["nothing was evicted"] if run.policy.bounded and not evictions else [],
+        )
+
+    def _put(self, cell: Cell) -> None:
+        """Add `cell`, in place of one with the same name."""
+        names = [_name(other) for other in self.results.cells]
+        if _name(cell) in names:
+            self.results.cells[names.index(_name(cell))] = cell
+        else:
+            self.results.cells.append(cell)
+
+    def _finished(self, run: Run) -> bool:
+        config = run.policy.model_dump(mode="json")
+        found = {_name(cell) for cell in self.results.cells if cell.config == config}
+        return all((run.name, str(target.budget)) in found for target in run.targets)
+
+    def _save(self) -> None:
+        if self.out is not None:
+            self.results.save(self.out)
+
+
+def _name(cell: Cell) -> tuple[str, str]:
+    return cell.policy, str(cell.budget)  # as text: 1 is a token, 1.0 everything
+
+
+def _earlier(out: Path, resume: bool, overwrite: bool) -> Results | None:
+    """Make `out` a folder to write to; return what an earlier run left there, if that is to be continued."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EvaluationError(f"cannot write to {out}: {error.strerror}; give --out a folder") from error
+    if resume and overwrite:
+        raise EvaluationError("--resume continues and --overwrite starts anew: give one of the two")
+    if overwrite or not (out / outcome.FILE).exists():
+        return None
+    if not resume:
+        raise EvaluationError(
+            f"{out} holds results of an earlier run: add --resume to go on, or --overwrite to start anew"
+        )
+    return Results.load(out)
+
+
+def _check_length(text: str, settings: Settings) -> None:
+    """A token is at least one byte: what cannot fit is known before a model is loaded."""
+    if (most := len(text.encode())) < settings.tokens * settings.samples:
+        samples([0] * most, settings.tokens, settings.samples, settings.seed)
+
+
+def _check_model_length(model: Any, length: int) -> None:
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and length > most:
+        raise EvaluationError(
+            f"samples of {length} tokens are longer than the model's {most} positions: lower --tokens"
+        )
+
+
+def _windows(text: str, tokenizer: Any, settings: Settings) -> tuple[list[list[int]], list[int]]:
+    """The samples as token ids. Each starts with what the tokenizer puts before any text (BOS)."""
+    with quiet_transformers():
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        start = _start_of(tokenizer)
+    windows, positions = samples(tokens, settings.tokens - len(start), settings.samples, settings.seed)
+    return [start + window for window in windows], positions
+
+
+def _start_of(tokenizer: Any) -> list[int]:
+    with_special, plain = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
+    return list(with_special[: with_special.index(plain[0])]) if plain and plain[0] in with_special else []
+
+
+def _tape(out: Path | None, task: Task) -> Any:
+    from contextlib import closing
+    from tempfile import gettempdir
+
+    return closing(Tape(out or Path(gettempdir()), task.scored))
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)

@@ -1,0 +1,173 @@
+"""Scoring one policy: token by token, as a model decodes, against what the full cache predicted.
+
+Scoring a text in one call would leak the future: a policy could evict by attention from tokens still to come.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import kl_div
+
+from kvpolicy.cache import EvictionCache
+from kvpolicy.errors import EvaluationError
+from kvpolicy.evaluate.models import cache_argument, last_logits_only
+from kvpolicy.policy import EvictionPolicy
+
+
+class Tape:
+    """The full cache's log-probabilities, in a temporary file: written once, read by each policy.
+
+    A file rather than memory: 1,000 tokens of a vocabulary of 50,000 are 200 MB. It is gone when closed.
+    """
+
+    def __init__(self, folder: Path, tokens: int) -> None:
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by close()
+        self._folder = folder
+        self._tokens = tokens
+        self.complete = False
+
+    def write(self, log_probs: Tensor) -> None:
+        """Add the next rows, ``[rows, vocabulary]``."""
+        if self._file.tell() == 0:
+            self._check_room(self._tokens * log_probs.shape[-1] * log_probs.element_size())
+        log_probs.cpu().numpy().tofile(self._file)
+
+    def read(self, like: Tensor) -> Tensor:
+        """The next rows, of the shape of `like`."""
+        block = np.fromfile(self._file, np.float32, like.numel())
+        return torch.from_numpy(block).view(like.shape).to(like.device)
+
+    def rewind(self) -> None:
+        """Back to the first rows."""
+        self._file.seek(0)
+
+    def close(self) -> None:
+        """Give the file back."""
+        self._file.close()
+
+    def _check_room(self, needed: int) -> None:
+        if (free := shutil.disk_usage(self._folder).free) < needed:
+            raise EvaluationError(
+                f"the full cache's predictions need {needed / 1e9:.1f} GB in {self._folder}, "
+                f"where {free / 1e9:.1f} GB are free: lower --samples or --tokens, or use a larger disk"
+            )
+
+
+@dataclass
+class Measurement:
+    """What one run found. Sums are over scored tokens."""
+
+    sample_nll: list[float] = field(default_factory=list)
+    """Mean negative log-likelihood of each sample."""
+    kl: float = 0.0
+    agreed: int = 0
+    scored: int = 0
+    decode_seconds: float = 0.0
+    decode_calls: int = 0
+    seconds: float = 0.0
+    cache_bytes: int = 0
+    kept: int = 0
+    seen: int = 0
+
+
+@dataclass(frozen=True)
+class Task:
+    """The tokens that every run of a comparison is scored on."""
+
+    model: Any
+    windows: Tensor
+    """``[samples, length]``."""
+    scored_from: int
+    batch: int
+
+    @property
+    def scored(self) -> int:
+        """Scored tokens of all samples."""
+        return self.windows.shape[0] * (self.windows.shape[1] - self.scored_from)
+
+
+@torch.inference_mode()
+def measure(
+    task: Task,
+    policy: EvictionPolicy,
+    limit: int | None,
+    tape: Tape,
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> Measurement:
+    """Run `policy` under `limit` tokens over all samples. The first run through a tape is the reference."""
+    started = perf_counter()
+    found = Measurement()
+    tape.rewind()
+    first = task.scored_from - 1 if limit is None else min(limit, task.scored_from - 1)
+    for rows in task.windows.split(task.batch):
+        cache = EvictionCache(task.model, policy, budget=limit)
+        losses = torch.zeros(len(rows), dtype=torch.float64)
+        for index, logits, seconds in decode(task.model, cache, rows, first):
+            if index >= task.scored_from:
+                losses += _score(logits, rows[:, index], tape, found).double().cpu()
+                found.decode_seconds += seconds
+                found.decode_calls += 1
+            advance(len(rows) * (first if index == first else 1))
+        _check_finite(losses, policy, limit, task.model)
+        found.sample_nll += (losses / (rows.shape[1] - task.scored_from)).tolist()
+        found.cache_bytes = max(found.cache_bytes, cache.nbytes())
+        found.kept = max(found.kept, *(int(cache.kept(layer).max()) for layer in range(len(cache.layers))))
+        found.seen = int(cache.get_seq_length())
+    tape.complete = True
+    found.seconds = perf_counter() - started
+    return found
+
+
+def decode(model: Any, cache: Any, rows: Tensor, first: int) -> Iterator[tuple[int, Tensor, float]]:
+    """Feed `first` tokens of each row in one call, the others one by one.
+
+    Yields the index of the token that a call predicts, its logits ``[rows, vocabulary]`` in float32, and the
+    seconds the call took. The last token has nothing left to predict and is not fed.
+    """
+    options = {cache_argument(model): cache, "use_cache": True, **last_logits_only(model)}
+    fed = 0
+    while fed < rows.shape[1] - 1:
+        chunk = rows[:, fed : fed + (1 if fed else first)]
+        started = _now(rows.device)
+        logits = model(input_ids=chunk, **options).logits[:, -1]
+        seconds = _now(rows.device) - started
+        fed += chunk.shape[1]
+        yield fed, logits.float(), seconds
+
+
+def _score(logits: Tensor, targets: Tensor, tape: Tape, found: Measurement) -> Tensor:
+    """Negative log-likelihoods of `targets`; divergence and agreement are added to `found`."""
+    log_probs = logits.log_softmax(-1)
+    if tape.complete:
+        reference = tape.read(log_probs)
+        divergences = kl_div(log_probs, reference, reduction="none", log_target=True).sum(-1)
+        found.kl += float(divergences.clamp(min=0).sum())  # below zero it is rounding
+        found.agreed += int((log_probs.argmax(-1) == reference.argmax(-1)).sum())
+    else:
+        tape.write(log_probs)
+        found.agreed += len(targets)
+    found.scored += len(targets)
+    return -log_probs.gather(-1, targets[:, None])[:, 0]
+
+
+def _check_finite(losses: Tensor, policy: EvictionPolicy, limit: int | None, model: Any) -> None:
+    if not losses.isfinite().all():
+        under = "" if limit is None else f" with a budget of {limit} tokens"
+        dtype = str(model.dtype).removeprefix("torch.")
+        raise EvaluationError(f"{policy.kind}{under}: predictions are not finite in {dtype}; try --dtype float32")
+
+
+def _now(device: torch.device) -> float:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return perf_counter()

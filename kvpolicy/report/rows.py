@@ -1,0 +1,95 @@
+"""The table of a comparison, as text: one place decides order, columns and formats for terminal and page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvpolicy.evaluate.plan import BASELINE
+from kvpolicy.evaluate.results import Cell, Results
+
+
+@dataclass(frozen=True)
+class Column:
+    """A heading, what it means, and the text of a cell beside the full cache's."""
+
+    name: str
+    meaning: str
+    text: Callable[[Cell, Cell], str]
+    numeric: bool = True
+    spare: int = 0
+    """Left out where a terminal is narrow, the highest first; 0 stays."""
+
+
+def ordered(results: Results) -> list[Cell]:
+    """The full cache once, then by policy as named, the largest budget first."""
+    names = list(dict.fromkeys(cell.policy for cell in results.cells))
+    others = [cell for cell in results.cells if cell.policy != BASELINE]
+    others.sort(key=lambda cell: (names.index(cell.policy), -cell.budget_tokens))
+    return [cell for cell in results.cells if cell.policy == BASELINE][:1] + others
+
+
+def table_rows(results: Results) -> list[list[str]]:
+    """One list of texts per row, in the order of :data:`COLUMNS`."""
+    cells = ordered(results)
+    return [[column.text(cell, cells[0]) for column in COLUMNS] for cell in cells]
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """A share as a signed percentage: ``+12.3 %``; large ones without decimals."""
+    digits = digits if abs(share) < 1 else 0
+    text = f"{100 * share:+,.{digits}f}"
+    return ("0" if not any(digit in text for digit in "123456789") else text) + " %"
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
+
+
+def budget_text(cell: Cell) -> str:
+    """A budget as given, and in tokens where that is something else."""
+    if cell.policy == BASELINE:
+        return "–"
+    given = str(cell.budget)
+    return given if isinstance(cell.budget, int) else f"{given} = {cell.budget_tokens}"
+
+
+def interval_text(cell: Cell) -> str:
+    """The 95 % interval of the increase."""
+    if cell.policy == BASELINE:
+        return "–"
+    if cell.interval is None:
+        return "one sample"
+    return " to ".join(percent(end).removesuffix(" %") for end in cell.interval) + " %"
+
+
+def _increase(cell: Cell, full: Cell) -> str:
+    return "–" if cell.policy == BASELINE else percent(cell.perplexity_increase)
+
+
+def _times(cell: Cell, full: Cell) -> str:
+    return f"{cell.tokens_per_second / full.tokens_per_second:.2f}×"
+
+
+def _share(cell: Cell, full: Cell) -> str:
+    return f"{100 * cell.cache_bytes / full.cache_bytes:.0f} %"
+
+
+COLUMNS = [
+    Column("policy", "as named in the command", lambda c, f: c.policy, numeric=False),
+    Column("budget", "as given, and in tokens", lambda c, f: budget_text(c)),
+    Column("perplexity", "exponent of the mean negative log-likelihood", lambda c, f: f"{c.perplexity:.2f}"),
+    Column("increase", "of perplexity over the full cache", _increase),
+    Column("95 % interval", "of the increase, over samples", lambda c, f: interval_text(c)),
+    Column("KL", "divergence from the full cache, nats per token", lambda c, f: f"{c.kl:.3g}", spare=1),
+    Column("agreement", "same likeliest token", lambda c, f: f"{100 * c.agreement:.1f} %", spare=3),
+    Column("tokens/s", "decoding, whole batch", lambda c, f: f"{c.tokens_per_second:.1f}"),
+    Column("speed", "beside the full cache", _times, spare=4),
+    Column("cache", "bytes allocated for one batch at the end", lambda c, f: size(c.cache_bytes)),
+    Column("of full", "bytes beside the full cache's", _share, spare=2),
+]

