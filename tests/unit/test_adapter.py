@@ -172,11 +172,12 @@ def test_a_cache_given_to_a_model_that_is_not_attached(model: Any) -> None:
         call(tiny.family("llama", torch.float32), evicting(model))
 
 
-def test_a_cache_given_to_a_deeper_model(model: Any) -> None:
-    deeper = tiny.family("llama", torch.float32, layers=3)
-    kvpolicy.attach(deeper)
-    with pytest.raises(ConfigError, match="made for a model of 2 layers"):
-        call(deeper, evicting(model))
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_a_cache_given_to_another_model(model: Any, layers: int) -> None:
+    other = tiny.family("llama", torch.float32, layers=layers)
+    kvpolicy.attach(other)
+    with pytest.raises(ConfigError, match="made for another model"):
+        call(other, evicting(model))
 
 
 def test_a_cache_of_a_model_detached_meanwhile(model: Any) -> None:
