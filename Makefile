@@ -30,9 +30,9 @@ demo: install ## Compare five policies on a small real model; writes demo/report
 test: install ## Run the tests, the examples of the documentation among them
 	$(BIN)/python -m pytest
 
-bench: install ## Run the benchmarks; numbers go to .benchmarks/latest.json
-	@mkdir -p .benchmarks
-	$(BIN)/python -m pytest tests/benchmarks --benchmark-enable --benchmark-json=.benchmarks/latest.json
+bench: install ## Run the benchmarks; numbers go to tests/benchmarks/results/latest.json
+	@mkdir -p tests/benchmarks/results
+	$(BIN)/python -m pytest tests/benchmarks --benchmark-enable --benchmark-json=tests/benchmarks/results/latest.json
 
 docs: install ## Build the documentation into site/; a warning is an error
 	$(BIN)/mkdocs build --strict

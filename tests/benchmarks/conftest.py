@@ -12,7 +12,8 @@ import torch
 
 from kvpolicy.evaluate.models import load_model
 
-RATIOS: list[tuple[str, str, float, float, float]] = []
+LINES: list[str] = []
+"""What to print at the end."""
 
 
 @pytest.fixture(scope="session")
@@ -47,14 +48,14 @@ def against(benchmark: Any, request: pytest.FixtureRequest) -> Callable[..., flo
             threads=torch.get_num_threads(),
             torch=torch.__version__,
         )
-        RATIOS.append((request.node.name, name, ratio, min(pairs), max(pairs)))
+        LINES.append(f"{request.node.name:66} {ratio:6.3f}  ({min(pairs):.3f} to {max(pairs):.3f})  of {name}")
         return ratio
 
     return run
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    if RATIOS:
-        terminalreporter.section("ratios to the baseline, median (least to most) of pairs in one run")
-        for test, name, ratio, low, high in RATIOS:
-            terminalreporter.write_line(f"{test:58} {ratio:6.3f}  ({low:.3f} to {high:.3f})  of {name}")
+    if LINES:
+        terminalreporter.section("ratios to the baseline: median (least to most) of pairs in one run")
+        for line in LINES:
+            terminalreporter.write_line(line)
