@@ -46,15 +46,14 @@ def steps(model: Any, cache: Any, rows: int, count: int) -> Callable[[], None]:
 def test_decode_step_over_static_cache_of_the_kept_size(kind: str, rows: int, model: Any, against: Any) -> None:
     """What a policy costs: a step that keeps 819 tokens, over SDPA on a static cache of as many."""
     ours = filled(model, EvictionCache(model, kind, budget=KEPT), prompt(rows, KEPT + 20))
-    rounds, count = 15, 5
+    rounds, count = 12, 4
     # The static cache attends to all its slots whatever it holds, and must not run over.
     room = (rounds + 4) * count
     static = filled(model, StaticCache(config=model.config, max_cache_len=KEPT + 1), prompt(rows, KEPT - room))
     against(steps(model, ours, rows, count), steps(model, static, rows, count), rounds, f"StaticCache({KEPT + 1})")
 
 
-@pytest.mark.parametrize(("rows", "seen"), [(8, 2560), (1, 4096)])
-@pytest.mark.parametrize("kind", ["h2o", "streaming_llm"])
+@pytest.mark.parametrize(("kind", "rows", "seen"), [("h2o", 8, 2560), ("streaming_llm", 8, 2560), ("h2o", 1, 4096)])
 def test_decode_step_over_dynamic_cache_at_a_fifth(kind: str, rows: int, seen: int, model: Any, against: Any) -> None:
     """What a policy gains: a step with 20 % of the tokens kept, over the growing full cache."""
     tokens = prompt(rows, seen)
