@@ -7,7 +7,12 @@ TORCH ?= torch
 # The demo starts anew each time. DEMO_FLAGS=--resume continues one that was stopped.
 DEMO_FLAGS ?= --overwrite
 
-VENV := .venv
+# Another folder and further requirements make a second set-up: `make test VENV=.venv-oldest WITH=transformers==5.17.0`
+VENV ?= .venv
+WITH ?=
+# What `make test` runs; nothing means everything.
+TESTS ?=
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 
@@ -28,7 +33,7 @@ demo: install ## Compare five policies on a small real model; writes demo/report
 	@echo "Open demo/report.html in a browser."
 
 test: install ## Run the tests, the examples of the documentation among them
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TESTS)
 
 bench: install ## Run the benchmarks; numbers go to tests/benchmarks/results/latest.json
 	@mkdir -p tests/benchmarks/results
@@ -46,7 +51,7 @@ types: install ## Check types
 	$(BIN)/mypy
 
 clean: ## Remove .venv, the demo and everything built
-	rm -rf $(VENV) demo site build dist .benchmarks .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-oldest demo site build dist .benchmarks .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.created:
@@ -65,5 +70,5 @@ $(VENV)/.torch: $(VENV)/.created FORCE
 # Entry points are written at install time, hence again when pyproject.toml changes.
 $(VENV)/.installed: pyproject.toml | $(VENV)/.torch
 	@echo "installing kvpolicy"
-	@$(PIP) install --editable ".[dev]"
+	@$(PIP) install --editable ".[dev]" $(WITH)
 	@touch $@
