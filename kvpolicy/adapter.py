@@ -141,6 +141,11 @@ class Attachment:
     """The config of each layer's attention module."""
     owned: bool
 
+    @property
+    def layers(self) -> int:
+        """How many layers of attention the model has."""
+        return len(self.configs)
+
     def __enter__(self) -> Attachment:
         return self
 
