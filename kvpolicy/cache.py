@@ -241,11 +241,7 @@ class SlotPool(CacheLayerMixin):
         # Attended as they come; `evict` moves what stays to storage of its own.
         if self.used:
             keys, values = torch.cat([self.active_keys, keys], 2), torch.cat([self.active_values, values], 2)
-        self._positions = _grown(self._positions[:, :, : self.used], keys.shape[2], EMPTY)
-        self._fields = {
-            name: _grown(self._fields[name][:, :, : self.used], keys.shape[2], field.fill)
-            for name, field in self._declared.items()
-        }
+        self._grow_state(keys.shape[2])
         self.keys, self.values = keys, values
         self.used = keys.shape[2]
         self.free = None
@@ -446,10 +442,13 @@ class SlotPool(CacheLayerMixin):
             capacity = max(least, min(capacity, self.limit + 1))
         self.keys = _grown(self.active_keys, capacity, 0)
         self.values = _grown(self.active_values, capacity, 0)
-        self._positions = _grown(self.active_positions, capacity, EMPTY)
+        self._grow_state(capacity)
+
+    def _grow_state(self, slots: int) -> None:
+        """Give positions and slot fields `slots` slots, those beyond the used ones empty."""
+        self._positions = _grown(self.active_positions, slots, EMPTY)
         self._fields = {
-            name: _grown(self._fields[name][:, :, : self.used], capacity, field.fill)
-            for name, field in self._declared.items()
+            name: _grown(self._active(self._fields[name]), slots, field.fill) for name, field in self._declared.items()
         }
 
     # -- what users ask ------------------------------------------------------------------------------------
@@ -472,7 +471,7 @@ class SlotPool(CacheLayerMixin):
         if not self.is_initialized:
             return {}
         order = self._in_order()
-        return {name: _gathered(state[:, :, : self.used], order) for name, state in self._fields.items()}
+        return {name: _gathered(self._active(state), order) for name, state in self._fields.items()}
 
     def nbytes(self) -> int:
         if not self.is_initialized:

@@ -76,11 +76,6 @@ class Results:
     kvpolicy: str = __version__
     cells: list[Cell] = field(default_factory=list)
 
-    @property
-    def baselines(self) -> dict[int, Cell]:
-        """The full cache's cells by budget in tokens."""
-        return {cell.budget_tokens: cell for cell in self.cells if cell.policy == "full"}
-
     def save(self, folder: Path) -> None:
         """Write ``results.json`` whole or not at all."""
         text = json.dumps(asdict(self), indent=2, allow_nan=False)
