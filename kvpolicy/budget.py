@@ -1,73 +1,221 @@
-"""How many tokens may remain: a number of them, or a share of the prompt."""
+"""How many tokens may remain: a number of them or a share, and how it is divided over layers and heads."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from kvpolicy.allocator import OverHeads, OverLayers, largest_remainder
 from kvpolicy.errors import BudgetError
 
+if TYPE_CHECKING:
+    from kvpolicy.policy import EvictionPolicy
 
-@dataclass(frozen=True)
-class Budget:
-    """A number of tokens, or a share of the prompt: exactly one of the two.
+Count = Annotated[int, Field(ge=1, strict=True)]
 
-    >>> Budget.parse(64), Budget.parse("25%")
-    (Budget(tokens=64, share=None), Budget(tokens=None, share=0.25))
+
+def _share(value: Any) -> Any:
+    number = _number(value) if isinstance(value, str) else value
+    if not isinstance(number, Real) or isinstance(number, Integral) or not 0 < float(number) <= 1:
+        raise ValueError("needs a share above 0.0 and up to 1.0 (0.25 or 25%)")
+    return float(number)
+
+
+_Percent = Annotated[str, Field(pattern=r"^\s*[0-9.]+([eE][+-]?[0-9]+)?\s*%?\s*$")]
+_Written = Annotated[float, Field(gt=0, le=1)] | _Percent
+
+
+class Budget(BaseModel):
+    """A number of tokens, or a share of what is there: exactly one of the two.
+
+    >>> Budget.parse(64).tokens, Budget.parse("25%").share
+    (64, 0.25)
 
     ``1`` is one token and ``1.0`` is the whole prompt; the two are different budgets, which is why they are
     different fields: as one number they would compare equal.
     """
 
-    tokens: int | None = None
-    share: float | None = None
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
-    def __post_init__(self) -> None:
+    tokens: Count | None = None
+    """Tokens that each layer, row and KV head may keep."""
+    share: Annotated[float, BeforeValidator(_share, json_schema_input_type=_Written)] | None = None
+    """The same as a share, rounded half up and at least one token."""
+    of: Literal["prompt", "seen"] = "prompt"
+    """What a share refers to: the prompt (fixed once it is read), or all that was seen (grows with it)."""
+    min: Count | None = None
+    """A share never comes to less than this."""
+    max: Count | None = None
+    """A share never comes to more than this."""
+    layers: OverLayers | None = None
+    """How the budget is divided over the layers; by default each has the same."""
+    heads: OverHeads | None = None
+    """How the budget of a layer is divided over its KV heads; by default each has the same."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> Budget:
         if (self.tokens is None) == (self.share is None):
-            raise BudgetError("a budget is either tokens (tokens=64) or a share of the prompt (share=0.25)")
-        valid = self.tokens >= 1 if self.tokens is not None else 0 < (self.share or 0) <= 1
-        if not valid:
-            raise _impossible(self.amount)
+            raise ValueError("a budget is either tokens (tokens: 64) or a share (share: 0.25), one of the two")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min ({self.min}) is above max ({self.max})")
+        if self.share is None and (self.min, self.max, self.of) != (None, None, "prompt"):
+            raise ValueError("min, max and of go with a share; a number of tokens is fixed")
+        if self.grows and self.heads is not None:
+            raise ValueError(
+                "heads are divided when a prompt is cut, so their budget is a share of the prompt: of: prompt"
+            )
+        return self
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
 
     @classmethod
     def parse(cls, value: Any) -> Budget:
-        """What a user means by 64, 0.25, ``"64"``, ``"0.25"`` or ``"25%"``; a budget is returned as it is."""
+        """What a user means by 64, 0.25, ``"64"``, ``"25%"`` or a mapping; a budget is returned as it is.
+
+        Raises:
+            BudgetError: it is none of these, or one that cannot be.
+        """
         if isinstance(value, Budget):
+            return value
+        try:
+            return cls.model_validate(cls.mapping(value))
+        except ValidationError as error:
+            if not isinstance(value, Mapping):
+                raise _impossible(value) from None  # as the user wrote it
+            raise BudgetError("; ".join(_line(details) for details in error.errors())) from error
+
+    @staticmethod
+    def mapping(value: Any) -> Mapping[str, Any]:
+        """The mapping that `value` is short for: ``{"tokens": 64}`` for 64."""
+        if isinstance(value, Mapping):
             return value
         number = _number(value) if isinstance(value, str) else value
         if isinstance(number, bool) or not isinstance(number, Real):
             raise _impossible(value)
-        try:
-            return cls(tokens=int(number)) if isinstance(number, Integral) else cls(share=float(number))
-        except BudgetError:
-            raise _impossible(value) from None  # as the user wrote it
+        return {"tokens": int(number)} if isinstance(number, Integral) else {"share": float(number)}
 
     @property
     def amount(self) -> int | float:
         """The number itself: an ``int`` is tokens, a ``float`` a share."""
         return self.tokens if self.tokens is not None else float(self.share or 0)
 
-    def resolve(self, prompt_tokens: Any) -> Any:
-        """The budget in tokens, for a number of prompt tokens or for a tensor of such numbers.
+    @property
+    def grows(self) -> bool:
+        """Whether it rises with the tokens seen."""
+        return self.of == "seen"
 
-        A share is rounded half up and is at least one token.
-        """
-        if isinstance(prompt_tokens, Integral):
-            return self.tokens if self.share is None else max(1, portion(self.share, int(prompt_tokens)))
+    def resolve(self, prompt_tokens: Any) -> Any:
+        """The average budget of a layer in tokens, for a number of tokens or for a tensor of such numbers."""
+        whole = isinstance(prompt_tokens, Integral)
         if self.share is None:
-            return prompt_tokens.new_full(prompt_tokens.shape, self.tokens)
-        return portion(self.share, prompt_tokens).clamp(min=1)
+            return self.tokens if whole else prompt_tokens.new_full(prompt_tokens.shape, self.tokens)
+        low, high = self.min or 1, self.max
+        if not whole:
+            return portion(self.share, prompt_tokens).clamp(low, high)
+        tokens = max(low, portion(self.share, int(prompt_tokens)))
+        return tokens if high is None else min(tokens, high)
 
     def __str__(self) -> str:
         return str(self.amount)
 
 
+@dataclass(frozen=True)
+class LayerBudget:
+    """The budget of one layer among those that evict."""
+
+    budget: Budget
+    layer: int
+    layers: tuple[int, ...]
+    """Indices of the layers that evict."""
+    of: int
+    """How many layers the model has."""
+    prompt: int | None = None
+    """The length of the prompt, where it is known before; then the first call does not tell it."""
+
+    @property
+    def constant(self) -> bool:
+        """Whether it is the same for every row."""
+        fixed = self.prompt is not None and not self.budget.grows
+        return fixed or (self.budget.share is None and self.budget.layers is None)
+
+    def resolve(self, seen: int | None) -> int:
+        """Tokens of this layer after so many seen (``None``: not known, where tokens are given)."""
+        prompt = seen if self.prompt is None or self.budget.grows else self.prompt
+        average = self.budget.resolve(prompt or 1)
+        return over_layers(self.budget, average, self.layers, self.of, prompt)[self.layers.index(self.layer)]
+
+
+def layer_budgets(
+    policy: EvictionPolicy, budget: Budget | None, layers: int, prefix: int = 0, prompt: int | None = None
+) -> list[tuple[EvictionPolicy, LayerBudget | None]]:
+    """Policy and budget of each layer, checked as far as that is possible before the prompt is known.
+
+    A layer whose policy evicts nothing has no budget, unless it is so in all layers: then the budget is a limit.
+
+    Raises:
+        BudgetError: a layer's budget cannot hold what its policy must protect.
+    """
+    policies = [policy.for_layer(layer, layers) for layer in range(layers)]
+    if budget is None:
+        return [(own, None) for own in policies]
+    evicting = tuple(layer for layer, own in enumerate(policies) if own.bounded) or tuple(range(layers))
+    divided = [
+        LayerBudget(budget, layer, evicting, layers, prompt) if layer in evicting else None for layer in range(layers)
+    ]
+    if budget.share is None or prompt is not None:
+        for own, its in zip(policies, divided, strict=True):
+            if its is not None and own.bounded:
+                _check(own, its, prefix)
+    return list(zip(policies, divided, strict=True))
+
+
+def _check(policy: EvictionPolicy, its: LayerBudget, prefix: int) -> None:
+    try:
+        policy.check(its.resolve(None), prefix)
+    except BudgetError as error:
+        where = f"layer {its.layer}: " if its.budget.layers is not None else ""
+        raise BudgetError(f"{where}{error}") from None
+
+
+_divided: dict[Any, list[int]] = {}
+
+
+def over_layers(budget: Budget, average: int, layers: tuple[int, ...], of: int, prompt: int | None) -> list[int]:
+    """Tokens for each of `layers`, which add up to ``average * len(layers)``.
+
+    Raises:
+        BudgetError: a layer would be left with nothing.
+    """
+    if budget.layers is None:
+        return [average] * len(layers)
+    key = (budget.layers, average, layers, of, prompt)
+    if key not in _divided:
+        if len(_divided) > 1000:
+            _divided.clear()
+        _divided[key] = _at_least_one(largest_remainder(budget.layers.quotas(average, layers, of, prompt)))
+    return _divided[key]
+
+
+def _at_least_one(tokens: list[int]) -> list[int]:
+    """No layer with nothing: what it takes comes from the layer that has most, the last of these first."""
+    tokens = list(tokens)
+    while (least := min(tokens)) < 1:
+        most = max(range(len(tokens)), key=lambda i: (tokens[i], i))
+        tokens[tokens.index(least)] += 1
+        tokens[most] -= 1
+    return tokens
+
+
 def portion(share: float, whole: Any) -> Any:
     """The share of a number of tokens, or of each in a tensor of them, rounded half up."""
-    over, under = _ratio(share)
+    over, under = ratio(share)
     whole = whole if isinstance(whole, int) else whole.long()
     return (2 * whole * over + under) // (2 * under)
 
@@ -75,9 +223,11 @@ def portion(share: float, whole: Any) -> Any:
 _ratios: dict[float, tuple[int, int]] = {}  # a plain dictionary, because torch.compile warns of functools.cache
 
 
-def _ratio(share: float) -> tuple[int, int]:
-    # The decimal the user wrote (0.29, not the binary number just below it), or the plain fraction nearby (1/3).
-    # Halves are then halves, whole numbers suffice, and every device rounds alike.
+def ratio(share: float) -> tuple[int, int]:
+    """The fraction a user means: the decimal as written (0.29, not the binary number just below it), or 1/3.
+
+    Halves are then halves, whole numbers suffice, and every device rounds alike.
+    """
     if share not in _ratios:
         _ratios[share] = Fraction(str(share)).limit_denominator(10**6).as_integer_ratio()
     return _ratios[share]
@@ -91,6 +241,12 @@ def _number(text: str) -> int | float | None:
         with suppress(ValueError):
             return kind(text)
     return None
+
+
+def _line(details: Any) -> str:
+    path = ".".join(str(part) for part in details["loc"])
+    text = details["msg"].removeprefix("Value error, ")
+    return f"budget{'.' if path else ''}{path}: {text[0].lower()}{text[1:]}"
 
 
 def _impossible(value: Any) -> BudgetError:

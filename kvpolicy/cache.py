@@ -8,7 +8,8 @@ the budget with one selection and one gather, layer by layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -17,11 +18,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvpolicy.attention.blocks import Part, Wants
+from kvpolicy.attention.blocks import Part, Wants, dot, mix
 from kvpolicy.attention.interface import UNORDERED
 from kvpolicy.attention.rows import AttentionRows
-from kvpolicy.budget import Budget
+from kvpolicy.budget import Budget, LayerBudget, layer_budgets
 from kvpolicy.errors import BudgetError, ConfigError, NotAttachedError
+from kvpolicy.observer import Observer, installed
 from kvpolicy.policy import EvictionPolicy, SlotField, View
 from kvpolicy.select import lowest, survivors
 
@@ -45,6 +47,9 @@ class EvictionCache(Cache):
         positions: ``"original"``: keys stay rotated where they were, queries use the tokens seen.
         prompt_length: the length a share refers to, where a prompt comes in chunks. By default it is the number
             of tokens of the first call, padding not counted, each row for itself.
+        prefix: how many first tokens always stay, a system prompt say: a number, or one for each row. A policy with
+            ``protect`` and ``prefix: true`` in it says where; any other is protected as a whole.
+        observers: objects told about evictions and statistics (:class:`~kvpolicy.observer.Observer`).
 
     Raises:
         ConfigError, BudgetError: options that cannot be meant; UnsupportedModelError: the model is refused.
@@ -58,25 +63,30 @@ class EvictionCache(Cache):
         *,
         positions: str = "original",
         prompt_length: int | None = None,
+        prefix: int | Sequence[int] | Tensor | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         from kvpolicy.adapter import attach
+        from kvpolicy.compose.protect import with_prefix
         from kvpolicy.config import read
+        from kvpolicy.ragged import RaggedPool
 
         config = read(policy)
-        self.policy = config.policy
+        self.policy, first = with_prefix(config.policy, prefix)
         self.budget = Budget.parse(budget) if budget is not None else config.budget
         if self.budget is None and self.policy.bounded:
             raise BudgetError(
                 f"{self.policy.kind} needs a budget: tokens (budget=512) or a share of the prompt (budget=0.25)"
             )
-        if self.budget is not None and prompt_length is not None:
-            self.budget = Budget.parse(self.budget.resolve(_positive(prompt_length, "prompt_length")))
-        if self.budget is not None and self.budget.tokens is not None and self.policy.bounded:
-            self.policy.check(self.budget.tokens)
+        prompt = None if prompt_length is None else _positive(prompt_length, "prompt_length")
         attachment = attach(model)
         attachment.adapter.check_positions(positions)
         self._configs = attachment.configs  # of the model it is for; the model itself is not held
-        super().__init__(layers=[SlotPool(self.policy, self.budget, index) for index in range(len(self._configs))])
+        observers = (*installed(), *observers)
+        shares = layer_budgets(self.policy, self.budget, len(self._configs), int(first.max()), prompt)
+        kind = RaggedPool if self.budget is not None and self.budget.heads is not None else SlotPool
+        pools = [kind(policy, budget, index, first, observers) for index, (policy, budget) in enumerate(shares)]
+        super().__init__(layers=pools)
 
     def expect(self, index: int, config: Any) -> SlotPool:
         """Announce a call of the attention of layer `index` of the model with `config`; the pool it will use."""
@@ -134,7 +144,8 @@ class SlotPool(CacheLayerMixin):
     :meth:`observe`, and lets it :meth:`evict`.
 
     While fewer than the budget are held, slots ``[:used]`` fill up in order. From then on there are ``budget + 1``
-    slots of which each head has one free: the newcomer goes there, and the next victim leaves another.
+    slots of which each head has one free: the newcomer goes there, and the next victim leaves another. A policy with
+    :meth:`~kvpolicy.EvictionPolicy.room` beyond the budget goes on filling up and is cut when there is none left.
     """
 
     is_compileable = False  # users may compile a step themselves; generate must not do it unasked
@@ -147,14 +158,23 @@ class SlotPool(CacheLayerMixin):
     values: Any
     """``[batch, kv_heads, slots, value_dim]``."""
 
-    def __init__(self, policy: EvictionPolicy, budget: Budget | None, index: int) -> None:
+    def __init__(
+        self,
+        policy: EvictionPolicy,
+        budget: LayerBudget | None,
+        index: int,
+        prefix: Tensor,
+        observers: Sequence[Observer] = (),
+    ) -> None:
         super().__init__()
         self.policy = policy
         self.budget = budget
         self.index = index
-        self.wants = Wants.of(policy.needs)
+        self.wants: Wants = policy.wants
+        self.observers = observers
+        self._prefix = prefix
         self._declared = policy.slot_fields()
-        self._observes = type(policy).observe is not EvictionPolicy.observe
+        self._observes = policy.observes
         self.reset()
 
     def reset(self) -> None:
@@ -173,6 +193,10 @@ class SlotPool(CacheLayerMixin):
         """The same for each row ``[batch, 1, 1]``, where rows differ."""
         self.holes = False
         """Whether slots other than the free one may be empty (padding, rows of different budgets)."""
+        self.decoding = False
+        """Whether the call under way, or the last one, is a decode step: one token more for a cache that holds some."""
+        self.handed: torch.Size | None = None
+        """Shape of the keys that the model was given in this call."""
         self._columns: int | None = 0
 
     # -- transformers' interface ---------------------------------------------------------------------------
@@ -188,7 +212,16 @@ class SlotPool(CacheLayerMixin):
         }
         self.seen = key_states.new_zeros((batch, 1, 1), dtype=torch.int32)
         self._columns_tensor = key_states.new_zeros((), dtype=torch.int64)
+        self.prefix = self._rows_of_prefix(batch)
         self.is_initialized = True
+
+    def _rows_of_prefix(self, batch: int) -> int | Tensor:
+        given = self._prefix
+        if given.numel() == 1:
+            return int(given)
+        if given.numel() != batch:
+            raise ConfigError(f"prefix has {given.numel()} numbers and the batch {batch} rows: give one for each row")
+        return given.to(self.device).view(-1, 1, 1)
 
     def _dtype_of(self, field: SlotField) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, field.dtype)
@@ -212,12 +245,19 @@ class SlotPool(CacheLayerMixin):
                 "expand it first (cache.batch_repeat_interleave(n)), or start with cache.reset()"
             )
         self.arrived = tokens
+        self.decoding = tokens == 1 and self.used > 0
         if tokens == 1 and self.free is not None:
             self._overwrite(key_states, value_states)
         elif tokens == 1 and self.used > 0:
             self._fill(key_states, value_states)
         else:
             self._extend(key_states, value_states)
+        keys, values = self._handed_out(key_states, value_states)
+        self.handed = keys.shape
+        return keys, values
+
+    def _handed_out(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """What the model's attention module is given: all that is held."""
         return self.active_keys, self.active_values
 
     def _overwrite(self, keys: Tensor, values: Tensor) -> None:
@@ -225,10 +265,14 @@ class SlotPool(CacheLayerMixin):
         slot = self.free.unsqueeze(-1)
         self.keys.scatter_(2, slot.expand(*slot.shape[:3], keys.shape[-1]), keys)
         self.values.scatter_(2, slot.expand(*slot.shape[:3], values.shape[-1]), values)
+        self._clear_fields()
+
+    def _clear_fields(self) -> None:
+        """Slot fields of the newcomers are as new."""
+        assert self.free is not None
         for name, field in self._declared.items():
-            state = self._fields[name]
             index = self.free.view(*self.free.shape, *(1 for _ in field.shape)).expand(*self.free.shape, *field.shape)
-            state.scatter_(2, index, field.fill)
+            self._fields[name].scatter_(2, index, field.fill)
 
     def _fill(self, keys: Tensor, values: Tensor) -> None:
         if self.used == self.keys.shape[2]:
@@ -283,6 +327,7 @@ class SlotPool(CacheLayerMixin):
         self._fields = {name: change(state) for name, state in self._fields.items()}
         self.free = None if self.free is None else change(self.free)
         self.limits = None if self.limits is None else change(self.limits)
+        self.prefix = change(self.prefix) if isinstance(self.prefix, Tensor) else self.prefix
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         raise ConfigError(
@@ -307,6 +352,14 @@ class SlotPool(CacheLayerMixin):
 
     def _active(self, state: Tensor) -> Tensor:
         return state if state.shape[2] == self.used else state[:, :, : self.used]
+
+    def dot(self, query: Tensor) -> Tensor:
+        """Products of `query` ``[batch, kv_heads, group, 1, head_dim]`` with all keys."""
+        return dot(query, self.active_keys)
+
+    def mix(self, probs: Tensor) -> Tensor:
+        """The mean of all values by `probs` ``[batch, kv_heads, group, 1, slots]``."""
+        return mix(probs, self.active_values)
 
     def check_finished(self) -> None:
         """Raise if the last call did not come to its end in our attention function."""
@@ -344,33 +397,37 @@ class SlotPool(CacheLayerMixin):
             self._columns = None  # counted on the device; a Python integer in the graph would recompile every step
         elif self._columns is not None:
             self._columns += tokens
-        if self.limit is None and self.budget is not None:
-            self._resolve(tokens, mask)
+        if self.budget is not None and (self.limit is None or self.budget.budget.grows):
+            self._resolve(mask)
 
     @property
     def query_positions(self) -> Tensor:
         """Logical positions of the call's queries, ``[batch, 1, tokens, 1]``; -1 is padding."""
         return (self.seen - 1 if self._numbers is None else self._numbers).unsqueeze(-1)
 
-    def _resolve(self, tokens: int, mask: Tensor | None) -> None:
+    def _resolve(self, mask: Tensor | None) -> None:
         """Fix the budget now that the prompt is known. Each row has its own prompt, hence its own share."""
         assert self.budget is not None
-        if mask is None or self.budget.tokens is not None:
-            self.limit = self.budget.resolve(tokens)
+        if self.budget.constant or (mask is None and not self.holes):
+            self.limit = self.budget.resolve(self.get_seq_length())
+            self.policy.check(self.limit, int(self._prefix.max()))
             return
-        limits = self.budget.resolve(self.seen)
-        self.limit = int(limits.max())
-        self.limits = None if bool((limits == self.limit).all()) else limits
+        rows = [self.budget.resolve(tokens) for tokens in self.seen.flatten().tolist()]
+        self.limit = max(rows)
+        self.policy.check(min(rows), int(self._prefix.max()))
+        self.limits = None if min(rows) == self.limit else self.seen.new_tensor(rows).view(-1, 1, 1)
         self.holes = self.holes or self.limits is not None
 
     def observe(self, rows: AttentionRows | None, part: Part | None = None) -> None:
         """Let the policy update its slot fields from a block of rows, of all slots or of some `part`."""
-        if not self._observes:
+        if not (self._observes or self.observers):
             return
         view = self.view(rows, part)
         for name, state in self.policy.observe(view).items():
             if state is not view[name]:
                 view[name].copy_(state)
+        for observer in self.observers:
+            observer.observed(self.index, view)
 
     def view(self, rows: AttentionRows | None = None, part: Part | None = None) -> View:
         """What the policy is shown of the slots in use."""
@@ -380,32 +437,44 @@ class SlotPool(CacheLayerMixin):
             positions=take(self._positions),
             seen=self.seen if part is None else self.seen[part.batch],
             budget=self._budget(part),
-            keys=take(self.keys),
-            values=take(self.values),
+            keys=lambda: self.active_keys if part is None else part.of(self.keys),
+            values=lambda: self.active_values if part is None else part.of(self.values),
             layer=self.index,
             attention=rows,
             offsets=(0, 0) if part is None else (part.batch.start, part.heads.start),
             holes=self.holes,
+            decoding=self.decoding,
+            prefix=self._of(part, self.prefix),
         )
 
     def _budget(self, part: Part | None) -> int | Tensor:
         if self.limits is not None:
-            return self.limits if part is None else self.limits[part.batch]
+            return self._of(part, self.limits)
         return UNBOUNDED if self.limit is None else self.limit
 
+    @staticmethod
+    def _of(part: Part | None, rows: Any) -> Any:
+        """What of a number for each row, ``[batch, 1, 1]``, belongs to `part`."""
+        return rows[part.batch] if part is not None and isinstance(rows, Tensor) else rows
+
     def evict(self, tokens: int) -> None:
-        """End a call of `tokens` tokens: cut to the budget."""
-        if not self.policy.bounded:
-            self._refuse_to_exceed()
-        elif self.limit is not None and (tokens > 1 or self.used == tokens):
-            if self.used > self.limit or self.limits is not None:
-                self._cut()
-                return
-        elif self.limit is not None and (self.free is not None or self.used > self.limit):
+        """End a call of `tokens` tokens: cut to the budget, or choose the next victim."""
+        room = self.policy.room(self.decoding)
+        if self.free is not None:
             self._choose_victim()
+        elif not self.policy.bounded:
+            self._refuse_to_exceed()
+        elif self.limit is not None and (self.used > self.limit + room or self._rows_differ(room)):
+            if self.decoding and self.used == self.limit + 1:
+                self._choose_victim()
+            else:
+                self._cut()
             return
-        if tokens > 1 or self.used == tokens:
+        if not self.decoding:
             self._allocate(self.used)
+
+    def _rows_differ(self, room: float) -> bool:
+        return self.limits is not None and not self.decoding and room < math.inf
 
     def _refuse_to_exceed(self) -> None:
         if self.limit is not None and self.used > self.limit and (most := int(self.kept().max())) > self.limit:
@@ -415,31 +484,68 @@ class SlotPool(CacheLayerMixin):
             )
 
     def _choose_victim(self) -> None:
+        if self.free is not None and self.limit is not None and self.limit >= self.used:
+            self._grow(self.limit + 1)
+            if self.limits is None:
+                self.free.fill_(self.used - 1)
+                return
         victim = lowest(self.policy, self.view())
+        self._tell(victim)
         self._positions.scatter_(2, victim, EMPTY)
         if self.free is None:
             self.free = victim
         else:
             self.free.copy_(victim)  # in place: its address is part of a captured graph
 
+    def _grow(self, slots: int) -> None:
+        """Have `slots` slots in use, the new ones empty: the budget has risen."""
+        if slots > self.keys.shape[2]:
+            self._allocate(slots)
+        self.holes = self.holes or slots > self.used + 1
+        self.used = slots
+
     def _cut(self) -> None:
-        """Keep what fits, in order of position, in new storage with one free slot at its end."""
+        """Keep what fits, in order of position, in new storage with space for the tokens to come."""
         assert self.limit is not None
         count = min(self.limit, self.used)
-        order, positions = survivors(self.policy, self.view(), count)
-        spare = (0, self.limit + 1 - count)
-        order = F.pad(order, spare)
-        self.keys, self.values = _gathered(self.keys, order), _gathered(self.values, order)
-        self._fields = {name: _gathered(state, order) for name, state in self._fields.items()}
-        self._positions = F.pad(positions, spare, value=EMPTY)
-        self.used = self.limit + 1
-        self.free = torch.full_like(order[..., :1], self.limit)
+        view = self.view()
+        order, positions = survivors(self.policy.ranking(view), view, count)
+        if self.observers:
+            self._tell_cut(positions)
+        room = self.policy.room(decoding=True)
+        slots = self.limit + (int(room) + 1 if room < math.inf else GROWTH)
+        padded = F.pad(order, (0, slots - count))
+        self.keys, self.values = _gathered(self.keys, padded), _gathered(self.values, padded)
+        self._fields = {
+            name: _grown(_gathered(self._fields[name], order), slots, field.fill)
+            for name, field in self._declared.items()
+        }
+        self._positions = _grown(positions, slots, EMPTY)
+        if room:
+            self.used = count
+        else:
+            self.used = self.limit + 1
+            self.free = torch.full_like(order[..., :1], self.limit)
+
+    def _tell(self, victim: Tensor) -> None:
+        if self.observers:
+            gone = self.active_positions.gather(-1, victim)
+            for observer in self.observers:
+                observer.evicted(self.index, gone)
+
+    def _tell_cut(self, kept: Tensor) -> None:
+        before = self.active_positions
+        gone = torch.where((before.unsqueeze(-1) == kept.unsqueeze(-2)).any(-1), EMPTY, before)
+        most = int((gone >= 0).sum(-1).max())
+        for observer in self.observers:
+            observer.evicted(self.index, gone.sort(dim=-1, descending=True).values[..., :most])
 
     def _allocate(self, least: int) -> None:
         """Move what is held to storage of its own with room for `least` slots and some more."""
         capacity = -(-least // GROWTH) * GROWTH
-        if self.policy.bounded and self.limit is not None:
-            capacity = max(least, min(capacity, self.limit + 1))
+        room = self.policy.room(decoding=True)
+        if self.limit is not None and room < math.inf and not (self.budget and self.budget.budget.grows):
+            capacity = max(least, min(capacity, self.limit + 1 + int(room)))
         self.keys = _grown(self.active_keys, capacity, 0)
         self.values = _grown(self.active_values, capacity, 0)
         self._grow_state(capacity)

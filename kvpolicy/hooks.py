@@ -15,6 +15,9 @@ import pluggy
 
 if TYPE_CHECKING:
     from kvpolicy.adapter import ModelAdapter
+    from kvpolicy.allocator import Allocator
+    from kvpolicy.evaluate.task import EvaluationTask
+    from kvpolicy.observer import Observer
     from kvpolicy.policy import EvictionPolicy
 
 GROUP = "kvpolicy"
@@ -30,4 +33,19 @@ def kvpolicy_policies() -> Iterable[type[EvictionPolicy]]:  # type: ignore[empty
 
 @hookspec
 def kvpolicy_adapters() -> Iterable[ModelAdapter]:  # type: ignore[empty-body]
-    """Adapters, each binding one family of attention."""
+    """Adapters, each binding one family of attention, named by ``name``."""
+
+
+@hookspec
+def kvpolicy_allocators() -> Iterable[type[Allocator]]:  # type: ignore[empty-body]
+    """Allocator classes, each named by its literal ``kind``: how a budget is divided over layers or heads."""
+
+
+@hookspec
+def kvpolicy_observers() -> Iterable[Observer]:  # type: ignore[empty-body]
+    """Observers, each named by ``name``: told what every cache observes and evicts, and deciding nothing."""
+
+
+@hookspec
+def kvpolicy_tasks() -> Iterable[EvaluationTask]:  # type: ignore[empty-body]
+    """Evaluation tasks, each named by ``name``."""

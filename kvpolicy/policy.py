@@ -6,20 +6,26 @@ The order of one call is always the same: **append** the new tokens, **attend** 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, SerializationInfo, WithJsonSchema
 
 from kvpolicy.budget import portion
 from kvpolicy.errors import BudgetError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
+    from kvpolicy.attention.blocks import Wants
     from kvpolicy.attention.rows import AttentionRows
+    from kvpolicy.compose import Part, Union
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,8 @@ def _share(value: Any) -> Any:
     return value
 
 
-Share = Annotated[int | float, BeforeValidator(_share)]
+_TokensOrPart = Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[int | float, BeforeValidator(_share, json_schema_input_type=_TokensOrPart)]
 """A number of tokens (``int``) or a share of the budget (``float``, 0.0 to 1.0). ``1`` is one token, ``1.0`` is all.
 
 A share of the budget is rounded half up, and a positive share is at least one token.
@@ -97,7 +104,7 @@ def share_of(amount: int | float, budget: Any) -> Any:
         return min(amount, budget) if isinstance(budget, int) else budget.clamp(max=amount)
     least = 1 if amount > 0 else 0
     resolved = portion(amount, budget)
-    return max(resolved, least) if isinstance(budget, int) else resolved.clamp(min=least)
+    return min(max(resolved, least), budget) if isinstance(budget, int) else resolved.clamp(min=least).minimum(budget)
 
 
 class View:
@@ -107,7 +114,10 @@ class View:
     prompt `observe` is given slices of batch, heads and slots; it must be elementwise over the first two.
     """
 
-    __slots__ = ("_fields", "_offsets", "attention", "budget", "holes", "keys", "layer", "positions", "seen", "values")
+    __slots__ = (
+        "_fields", "_keys", "_offsets", "_scope", "_values", "attention", "budget", "candidates", "decoding", "holes",
+        "layer", "positions", "prefix", "seen", "shares",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -115,15 +125,20 @@ class View:
         positions: Tensor,
         seen: Tensor,
         budget: int | Tensor,
-        keys: Tensor,
-        values: Tensor,
+        keys: Tensor | Callable[[], Tensor],
+        values: Tensor | Callable[[], Tensor],
         layer: int = 0,
         attention: AttentionRows | None = None,
         offsets: tuple[int, int] = (0, 0),
         holes: bool = True,
+        decoding: bool = False,
+        prefix: int | Tensor = 0,
     ) -> None:
         self._fields = fields
+        self._scope = ""
         self._offsets = offsets
+        self._keys = keys
+        self._values = values
         self.holes = holes
         """Whether slots may be empty. Where not, the framework saves looking."""
         self.positions = positions
@@ -131,15 +146,48 @@ class View:
         self.seen = seen
         """Real tokens seen so far, those of this call included, ``[batch, 1, 1]``."""
         self.budget = budget
-        """How many tokens may remain: an ``int``, or a tensor ``[batch, 1, 1]`` where rows differ."""
-        self.keys = keys
-        """``[batch, kv_heads, slots, head_dim]``, as cached (rotated where the model rotates)."""
-        self.values = values
-        """``[batch, kv_heads, slots, value_dim]``."""
+        """How many tokens may remain: an ``int``, or a tensor ``[batch, 1, 1]`` where rows differ.
+
+        Where an allocator divides it over the heads, it is the average. A part of a composition is shown its own part.
+        """
+        self.shares = budget
+        """How many tokens each head may hold: the budget, or ``[batch, kv_heads, 1]`` where it is divided."""
+        self.candidates: Tensor | None = None
+        """Slots that a part of a composition has to choose from; ``None`` is all of them."""
         self.layer = layer
         """Index of the layer."""
         self.attention: Any = attention
         """The rows of attention being observed (:class:`~kvpolicy.attention.rows.AttentionRows`), if asked for."""
+        self.decoding = decoding
+        """Whether the call brings one token to a cache that holds some: a decode step, rather than prefill."""
+        self.prefix = prefix
+        """How many first tokens the user of the cache wants kept: an ``int``, or a tensor ``[batch, 1, 1]``."""
+
+    @property
+    def keys(self) -> Tensor:
+        """``[batch, kv_heads, slots, head_dim]``, as cached (rotated where the model rotates)."""
+        return self._keys() if callable(self._keys) else self._keys
+
+    @property
+    def values(self) -> Tensor:
+        """``[batch, kv_heads, slots, value_dim]``."""
+        return self._values() if callable(self._values) else self._values
+
+    def part(self, name: str, budget: Any = None, candidates: Tensor | None = None) -> View:
+        """The view for the part `name` of a composition: its own slot fields, its budget, what it may choose from."""
+        part = View(
+            self._fields, self.positions, self.seen, self.budget if budget is None else budget, self._keys,
+            self._values, self.layer, self.attention, self._offsets, self.holes, self.decoding, self.prefix,
+        )  # fmt: skip
+        part._scope = f"{self._scope}{name}."
+        part.candidates = self.candidates if candidates is None else candidates
+        part.shares = self.shares
+        return part
+
+    @property
+    def eligible(self) -> Tensor:
+        """Slots to choose from: the candidates, or all that hold a token."""
+        return self.valid if self.candidates is None else self.candidates
 
     @property
     def valid(self) -> Tensor:
@@ -148,7 +196,7 @@ class View:
 
     def __getitem__(self, name: str) -> Tensor:
         """The slot field `name`, as `observe` last left it."""
-        return self._fields[name]
+        return self._fields[self._scope + name]
 
     def tokens(self, amount: int | float) -> Any:
         """A :data:`Share` in tokens, resolved against the budget and never above it."""
@@ -206,6 +254,7 @@ class EvictionPolicy(BaseModel):
         frozen=True,
         extra="forbid",
         allow_inf_nan=False,
+        use_attribute_docstrings=True,
         ignored_types=(SlotField, set, frozenset),
     )
 
@@ -215,16 +264,22 @@ class EvictionPolicy(BaseModel):
     """Options that protect tokens. Where a user sets one to a number of tokens, the budget must hold it."""
     bounded: ClassVar[bool] = True
     """Whether the policy evicts at all; without a bound no budget is needed."""
+    selective: ClassVar[bool] = False
+    """Whether it may want less than it is allowed: slots ranked as low as can be are not wanted."""
 
     kind: str
 
-    @classmethod
-    def slot_fields(cls) -> dict[str, SlotField]:
+    def slot_fields(self) -> dict[str, SlotField]:
         """The declared slot fields by name, base classes first."""
         found: dict[str, SlotField] = {}
-        for base in reversed(cls.__mro__):
+        for base in reversed(type(self).__mro__):
             found.update({k: v for k, v in vars(base).items() if isinstance(v, SlotField)})
         return found
+
+    @property
+    def observes(self) -> bool:
+        """Whether :meth:`observe` does anything."""
+        return type(self).observe is not EvictionPolicy.observe
 
     def __eq__(self, other: object) -> bool:
         # One token (1) and the whole budget (1.0) are equal numbers and different policies.
@@ -240,8 +295,11 @@ class EvictionPolicy(BaseModel):
         promised = (getattr(self, name, None) for name in self.demands if name in self.model_fields_set)
         return sum(amount for amount in promised if isinstance(amount, int))
 
-    def check(self, budget: int) -> None:
-        """Raise :class:`~kvpolicy.errors.BudgetError` where `budget` tokens cannot hold what was promised."""
+    def check(self, budget: int, prefix: int = 0) -> None:
+        """Raise :class:`~kvpolicy.errors.BudgetError` where `budget` tokens cannot hold what was promised.
+
+        `prefix` is the number of first tokens that the user of the cache wants kept.
+        """
         if (required := self.required()) > budget:
             named = " + ".join(
                 f"{name}={getattr(self, name)}"
@@ -252,6 +310,41 @@ class EvictionPolicy(BaseModel):
                 f"{self.kind}: a budget of {budget} tokens cannot hold the {required} it must protect"
                 f"{f' ({named})' if named else ''}; raise the budget, or lower them or give them as shares (0.5)"
             )
+
+    # -- what compositions change --------------------------------------------------------------------------
+
+    def for_layer(self, layer: int, layers: int) -> EvictionPolicy:
+        """The policy for one of `layers` layers: this one, unless a part of it differs by layer."""
+        return self
+
+    @cached_property
+    def wants(self) -> Wants:
+        """The needs, taken together."""
+        from kvpolicy.attention.blocks import Wants
+
+        return Wants.of(self.needs)
+
+    def room(self, decoding: bool) -> float:
+        """Tokens beyond the budget that may be held before anything is evicted, in prefill or while decoding."""
+        return 0 if self.bounded else math.inf
+
+    def children(self) -> Iterator[tuple[str, EvictionPolicy]]:
+        """Names and policies of the parts of a composition."""
+        yield from ()
+
+    def take(self, amount: int | float) -> Part:
+        """This policy as a part of a union: so many tokens, or a share of what the token parts leave."""
+        from kvpolicy.compose import Part
+
+        return Part(take=amount, of=self)
+
+    def __or__(self, other: EvictionPolicy | Part | Union) -> Union:
+        """The union of both: each keeps its part of the budget."""
+        from kvpolicy.compose import Union
+
+        return Union.joined(self, other)
+
+    # -- what a policy decides -----------------------------------------------------------------------------
 
     def observe(self, view: View) -> Mapping[str, Tensor]:
         """New values of slot fields after the queries in ``view.attention``.
@@ -271,3 +364,41 @@ class EvictionPolicy(BaseModel):
         Ties that remain are broken by keeping the lower position.
         """
         raise NotImplementedError(f"{type(self).__name__} must define priority()")
+
+    def ranking(self, view: View) -> tuple[Tensor, ...]:
+        """What decides who stays, most significant first: the priority, with the protected raised above all.
+
+        Compositions override this in place of the two; a policy of one idea has no need to.
+        """
+        priority = self.priority(view)
+        first, *rest = priority if isinstance(priority, tuple) else (priority,)
+        return first.masked_fill(self.protected(view), extremes(first.dtype)[1]), *rest
+
+
+def extremes(dtype: torch.dtype) -> tuple[float, float]:
+    """The least and the greatest value of a ranking of that type."""
+    if dtype.is_floating_point:
+        return -torch.inf, torch.inf
+    info = torch.iinfo(dtype)
+    return info.min, info.max
+
+
+def _policy_from(value: Any) -> EvictionPolicy:
+    from kvpolicy.config import policy_from
+
+    return policy_from(value)
+
+
+def _dumped(policy: EvictionPolicy, info: SerializationInfo) -> dict[str, Any]:
+    unset, defaults = info.exclude_unset, info.exclude_defaults
+    options = policy.model_dump(mode=info.mode, exclude_unset=unset, exclude_defaults=defaults)
+    return {"kind": policy.kind, **options}
+
+
+Policy = Annotated[
+    EvictionPolicy,
+    BeforeValidator(_policy_from),
+    PlainSerializer(_dumped),
+    WithJsonSchema({"$ref": "#/$defs/policy"}),
+]
+"""A field that holds a policy: given as an object, a kind or a mapping."""

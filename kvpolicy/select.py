@@ -1,11 +1,14 @@
-"""The one place that decides who stays: valid slots before empty ones, protected first, then by priority."""
+"""The one place that decides who stays: valid slots before empty ones, then by the policy's ranking."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvpolicy.policy import EvictionPolicy, View
+from kvpolicy.policy import EvictionPolicy, View, extremes
 
 
 def lowest(policy: EvictionPolicy, view: View) -> Tensor:
@@ -13,49 +16,76 @@ def lowest(policy: EvictionPolicy, view: View) -> Tensor:
 
     Fixed shapes and no synchronisation: this runs in every decode step.
     """
-    first, *rest = _keys(policy, view)
-    low, high = _extremes(first.dtype)
-    if isinstance(view.budget, Tensor):
-        # Rows of different budgets share one pool: a row that is full gives up a token and keeps its empty slots.
-        valid = view.valid
-        full = valid.sum(-1, keepdim=True) > view.budget
-        first = torch.where(valid, first, torch.where(full, high, low).to(first.dtype))
-    elif view.holes:
-        first = first.masked_fill(view.positions < 0, low)
+    first, *rest = policy.ranking(view)
+    low, high = extremes(first.dtype)
+    ages = view.positions
+    if view.holes:
+        empty = view.positions < 0
+        room: Tensor = empty
+        if isinstance(view.shares, Tensor):
+            # Rows of different budgets share one pool: a full one gives up a token and keeps its empty slots.
+            full = (~empty).sum(-1, keepdim=True) > view.shares
+            first, room = first.masked_fill(empty & full, high), empty & ~full
+        first = first.masked_fill(room, low)
+        rest = [key.masked_fill(room, extremes(key.dtype)[0]) for key in rest]
+        ages = ages.masked_fill(room, torch.iinfo(ages.dtype).max)
     tied = first == first.amin(-1, keepdim=True)
     for key in rest:
-        key = key.masked_fill(~tied, _extremes(key.dtype)[1])
+        key = key.masked_fill(~tied, extremes(key.dtype)[1])
         tied = tied & (key == key.amin(-1, keepdim=True))
-    return torch.where(tied, view.positions, -2).argmax(-1, keepdim=True)
+    return torch.where(tied, ages, -2).argmax(-1, keepdim=True)
 
 
-def survivors(policy: EvictionPolicy, view: View, count: int) -> tuple[Tensor, Tensor]:
+def survivors(ranking: Sequence[Tensor], view: View, count: int) -> tuple[Tensor, Tensor]:
     """The `count` slots to keep in order of position, and their positions: both ``[batch, kv_heads, count]``.
 
     Where a head has fewer tokens, or a smaller budget, the rest of its slots come last with position -1.
     """
-    first, *rest = _keys(policy, view)
-    first = first.masked_fill(view.positions < 0, _extremes(first.dtype)[0])
-    order = view.positions.argsort(dim=-1, stable=True)
-    for key in reversed([first, *rest]):
-        order = order.gather(-1, key.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
-    order = order[..., :count]
+    order = best_first(ranking, view.positions >= 0, view.positions)[..., :count]
     positions = view.positions.gather(-1, order)
-    if isinstance(view.budget, Tensor):
-        positions = positions.masked_fill(torch.arange(count, device=order.device) >= view.budget, -1)
+    if isinstance(view.shares, Tensor):
+        positions = positions.masked_fill(torch.arange(count, device=order.device) >= view.shares, -1)
     by_age = torch.where(positions < 0, torch.iinfo(positions.dtype).max, positions).argsort(dim=-1, stable=True)
     return order.gather(-1, by_age), positions.gather(-1, by_age)
 
 
-def _keys(policy: EvictionPolicy, view: View) -> list[Tensor]:
-    """Priorities, most significant first, with the protected raised above all."""
-    priority = policy.priority(view)
-    first, *rest = priority if isinstance(priority, tuple) else (priority,)
-    return [first.masked_fill(policy.protected(view), _extremes(first.dtype)[1]), *rest]
+def top(ranking: Sequence[Tensor], among: Tensor, positions: Tensor, count: Any) -> Tensor:
+    """Mask of the `count` best slots of `among`; all of them where there are not so many.
+
+    `count` is an ``int``, or a tensor that broadcasts to ``[batch, kv_heads, 1]``.
+    """
+    if isinstance(count, int):
+        if count >= positions.shape[-1]:
+            return among
+        if count <= 0:
+            return torch.zeros_like(among)
+        if (packed := _packed(ranking, among, positions)) is not None:
+            chosen = packed.topk(count, dim=-1, sorted=False).indices
+            return torch.zeros_like(among).scatter_(-1, chosen, True) & among
+    order = best_first(ranking, among, positions)
+    taken = torch.arange(positions.shape[-1], device=positions.device) < count
+    return torch.zeros_like(among).scatter_(-1, order, taken.expand(order.shape)) & among
 
 
-def _extremes(dtype: torch.dtype) -> tuple[float, float]:
-    if dtype.is_floating_point:
-        return -torch.inf, torch.inf
-    info = torch.iinfo(dtype)
-    return info.min, info.max
+def best_first(ranking: Sequence[Tensor], among: Tensor, positions: Tensor) -> Tensor:
+    """Slots in the order of `ranking`, the best of `among` first, ``[batch, kv_heads, slots]``."""
+    if (packed := _packed(ranking, among, positions)) is not None:
+        return packed.argsort(dim=-1, descending=True)
+    order = positions.argsort(dim=-1, stable=True)
+    for key in (*reversed(ranking), among):
+        order = order.gather(-1, key.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
+    return order
+
+
+def _packed(ranking: Sequence[Tensor], among: Tensor, positions: Tensor) -> Tensor | None:
+    """One whole number a slot that compares as (in `among`, ranking, lower position), where 64 bits suffice."""
+    if len(ranking) > 1:
+        return None
+    key = ranking[0]
+    if key.dtype.is_floating_point and key.dtype.itemsize <= 4:
+        bits = (key.float() + 0.0).view(torch.int32)  # adding 0.0 makes -0.0 equal to 0.0
+        key = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # floats compare as these whole numbers do
+    elif key.dtype.itemsize > 4 or key.dtype.is_floating_point:
+        return None
+    packed = (key.long() << 32) | (0x7FFFFFFF - positions.long())
+    return packed.masked_fill(~among, torch.iinfo(torch.int64).min)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -31,41 +32,78 @@ def tokens_of(amount: int | float, budget: int) -> int:
 class Rule:
     """One policy for one layer, row and KV head. Positions count a row's real tokens."""
 
-    def __init__(self, budget: int, layer: int, row: int, head: int, **options: Any) -> None:
-        self.budget, self.layer, self.row, self.head, self.options = budget, layer, row, head, options
+    defaults: dict[str, Any] = {}
+    selective = False
+
+    def __init__(self, layer: int, row: int, head: int, layers: int = 2, **options: Any) -> None:
+        self.place = (layer, row, head, layers)
+        self.layer, self.row, self.head = layer, row, head
+        self.options = {**self.defaults, **options}
 
     def observe(self, query: int, probs: dict[int, float]) -> None:
         """The probabilities query `query` gave to each key it could see, averaged over the query group."""
 
-    def keep(self, held: list[int], seen: int) -> list[int]:
+    def finish(self, rows: list[dict[int, float]], seen: int, decoding: bool) -> None:
+        """All rows of a call, at its end."""
+
+    def stay(self, held: list[int], seen: int, budget: int) -> list[int]:
+        """Sinks and recents; the newest token first, then sinks, then the other recents, as the budget allows."""
+        sinks = tokens_of(self.options.get("sinks", 0), budget)
+        recent = tokens_of(self.options.get("recent", 0), budget)
+        if sinks:
+            sinks = min(sinks, budget - min(recent, 1))
+            recent = min(recent, budget - sinks)
+        return [p for p in held if p < sinks or p >= seen - recent]
+
+    def worth(self, position: int, seen: int) -> tuple:
+        """Higher is better, compared in order; the lower position wins what ties remain."""
         raise NotImplementedError
 
-    def best(self, candidates: list[int], count: int, *keys: Any) -> list[int]:
-        """The `count` best by `keys`, higher is better, the lower position winning what ties remain."""
-        return sorted(candidates, key=lambda p: (*(-key(p) for key in keys), p))[: max(count, 0)]
+    def wants(self, position: int) -> bool:
+        return True
 
-    def fixed(self, held: list[int], seen: int) -> list[int]:
-        """Sinks and recents; the newest token first, then sinks, then the other recents, as the budget allows."""
-        sinks = tokens_of(self.options.get("sinks", 0), self.budget)
-        recent = tokens_of(self.options.get("recent", 0), self.budget)
-        if sinks:
-            sinks = min(sinks, self.budget - min(recent, 1))
-            recent = min(recent, self.budget - sinks)
-        return [p for p in held if p < sinks or p >= seen - recent]
+    def rank(self, held: list[int], seen: int, budget: int, decoding: bool) -> list[int]:
+        """The best first."""
+        first = self.stay(held, seen, budget)
+        rest = [p for p in held if p not in first]
+        return first + sorted(rest, key=lambda p: (*(-w for w in self.worth(p, seen)), p))
+
+    def room(self, decoding: bool) -> float:
+        return 0
 
 
 class FullRule(Rule):
-    def keep(self, held: list[int], seen: int) -> list[int]:
-        return held
+    def room(self, decoding: bool) -> float:
+        return math.inf
 
 
-class StreamingRule(Rule):
-    def keep(self, held: list[int], seen: int) -> list[int]:
-        sinks = min(self.options["sinks"], self.budget - 1)
-        return [p for p in held if p < sinks or p >= seen - (self.budget - sinks)]
+class SinksRule(Rule):
+    def worth(self, position: int, seen: int) -> tuple:
+        return (-position,)
 
 
-class H2ORule(Rule):
+class RecentRule(Rule):
+    defaults = {"recent": 1}
+
+    def worth(self, position: int, seen: int) -> tuple:
+        return (position,)
+
+
+class SpanRule(SinksRule):
+    selective = True
+
+    def wants(self, position: int) -> bool:
+        return self.options.get("start", 0) <= position < self.options["stop"]
+
+    def worth(self, position: int, seen: int) -> tuple:
+        return (-position if self.wants(position) else -math.inf,)
+
+
+class StreamingRule(RecentRule):
+    defaults = {"sinks": 4, "recent": 1}
+
+
+class HeavyRule(Rule):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.mass: dict[int, float] = defaultdict(float)
@@ -74,63 +112,255 @@ class H2ORule(Rule):
         for key, p in probs.items():
             self.mass[key] += p
 
-    def keep(self, held: list[int], seen: int) -> list[int]:
-        stay = self.fixed(held, seen)
-        heavy = [p for p in held if p not in stay]
-        return stay + self.best(heavy, self.budget - len(stay), lambda p: self.mass[p])
+    def worth(self, position: int, seen: int) -> tuple:
+        return (self.mass[position],)
 
 
-class LRURule(Rule):
+class H2ORule(HeavyRule):
+    defaults = {"recent": 0.5}
+
+
+class LRURule(HeavyRule):
+    defaults = {"recent": 0.25}
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.last: dict[int, int] = defaultdict(lambda: -1)
-        self.mass: dict[int, float] = defaultdict(float)
 
     def observe(self, query: int, probs: dict[int, float]) -> None:
+        super().observe(query, probs)
         for key, p in probs.items():
-            self.mass[key] += p
             if p >= self.options.get("tau", 1.0) / len(probs):
                 self.last[key] = query
 
-    def keep(self, held: list[int], seen: int) -> list[int]:
-        stay = self.fixed(held, seen)
-        rest = [p for p in held if p not in stay]
-        return stay + self.best(
-            rest, self.budget - len(stay), lambda p: self.last[p], lambda p: self.mass[p], lambda p: p
-        )
+    def worth(self, position: int, seen: int) -> tuple:
+        return self.last[position], self.mass[position], position
 
 
 class RandomRule(Rule):
-    def keep(self, held: list[int], seen: int) -> list[int]:
+    defaults = {"sinks": 4, "recent": 0.5}
+
+    def worth(self, position: int, seen: int) -> tuple:
         lanes = [self.layer, torch.tensor(self.head)]
         if self.options.get("rows", "independent") == "independent":
             lanes.append(torch.tensor(self.row))
         fresh = [torch.tensor(seen)] if self.options.get("draw") == "fresh" else []
-
-        def ticket(p: int) -> float:
-            return float(uniform(self.options.get("seed", 0), *lanes, torch.tensor(p), *fresh))
-
-        stay = self.fixed(held, seen)
-        rest = [p for p in held if p not in stay]
-        return stay + self.best(rest, self.budget - len(stay), ticket)
+        return (float(uniform(self.options.get("seed", 0), *lanes, torch.tensor(position), *fresh)),)
 
 
-RULES: dict[str, tuple[type[Rule], dict[str, Any]]] = {
-    "full": (FullRule, {}),
-    "h2o": (H2ORule, {"recent": 0.5}),
-    "lru": (LRURule, {"recent": 0.25}),
-    "random": (RandomRule, {"sinks": 4, "recent": 0.5}),
-    "streaming_llm": (StreamingRule, {"sinks": 4}),
+class SnapKVRule(Rule):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.window, self.kernel = options.get("window", 32), options.get("kernel", 5)
+        self.options["recent"] = self.window
+        self.votes: dict[int, float] = defaultdict(float)
+
+    def finish(self, rows: list[dict[int, float]], seen: int, decoding: bool) -> None:
+        if decoding:
+            for key in set(self.votes) | set(rows[-1]):
+                self.votes[key] = self.votes[key] * (1 - 1 / self.window) + rows[-1].get(key, 0.0)
+            return
+        votes: dict[int, float] = defaultdict(float)
+        for row in rows[-self.window :]:
+            for key, p in row.items():
+                votes[key] += p
+        past = sorted(p for p in rows[-1] if p < seen - self.window) if rows else []
+        reach = self.kernel // 2
+        pooled = {}
+        for i, p in enumerate(past):
+            near = past[max(0, i - reach) : i + reach + 1]
+            pooled[p] = sum(votes[q] for q in near) / self.kernel
+        self.votes = defaultdict(float, {**votes, **pooled})
+
+    def worth(self, position: int, seen: int) -> tuple:
+        return (self.votes[position],)
+
+
+class CompositeRule(Rule):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.parts: list[Rule] = [self.made(spec) for spec in self.specs()]
+
+    def specs(self) -> list[Any]:
+        return [self.options["of"]]
+
+    def made(self, spec: Any) -> Rule:
+        return make(spec, *self.place)
+
+    def observe(self, query: int, probs: dict[int, float]) -> None:
+        for part in self.parts:
+            part.observe(query, probs)
+
+    def finish(self, rows: list[dict[int, float]], seen: int, decoding: bool) -> None:
+        for part in self.parts:
+            part.finish(rows, seen, decoding)
+
+
+class UnionRule(CompositeRule):
+    def specs(self) -> list[Any]:
+        return [part["of"] for part in self.options["parts"]]
+
+    def tokens(self, budget: int) -> list[int]:
+        takes = [part.get("take") for part in self.options["parts"]]
+        left = budget - sum(take for take in takes if type(take) is int)
+        shares = [Fraction(str(take)) if type(take) is float else Fraction(0) for take in takes]
+        free = [i for i, take in enumerate(takes) if take is None] or [len(takes) - 1]
+        over = 1 - sum(shares)
+        for i in free:
+            shares[i] += over / len(free)
+        exact = [share * left for share in shares]
+        rounded = [math.floor(x) for x in exact]
+        for i in sorted(range(len(exact)), key=lambda i: rounded[i] - exact[i])[: left - sum(rounded)]:
+            rounded[i] += 1
+        return [(take if type(take) is int else 0) + extra for take, extra in zip(takes, rounded, strict=True)]
+
+    def rank(self, held: list[int], seen: int, budget: int, decoding: bool) -> list[int]:
+        chosen: list[int] = []
+        spare = 0
+        *firsts, last = zip(self.parts, self.tokens(budget), strict=True)
+        for part, tokens in firsts:
+            left = [p for p in held if p not in chosen]
+            best = [p for p in part.rank(left, seen, tokens + spare, decoding) if part.wants(p)][: tokens + spare]
+            spare = tokens + spare - len(best) if part.selective else 0
+            chosen += best
+        left = [p for p in held if p not in chosen]
+        return chosen + last[0].rank(left, seen, last[1] + spare, decoding)
+
+
+class BlendRule(CompositeRule):
+    def specs(self) -> list[Any]:
+        return [part["of"] for part in self.options["parts"]]
+
+    def rank(self, held: list[int], seen: int, budget: int, decoding: bool) -> list[int]:
+        scores: dict[int, float] = defaultdict(float)
+        for part, spec in zip(self.parts, self.options["parts"], strict=True):
+            for p, score in self.normalised(part, held, seen, budget, decoding).items():
+                scores[p] += spec.get("weight", 1.0) * score
+        stay = {p for part in self.parts for p in part.stay(held, seen, budget)}
+        newest = [p for p in stay if p == seen - 1]
+        first = newest + sorted(stay - set(newest), key=lambda p: (-scores[p], p))
+        return first + sorted((p for p in held if p not in stay), key=lambda p: (-scores[p], p))
+
+    def normalised(self, part: Rule, held: list[int], seen: int, budget: int, decoding: bool) -> dict[int, float]:
+        how = self.options.get("normalise", "rank")
+        if how == "rank":
+            order = part.rank(held, seen, budget, decoding)
+            return {p: float(len(held) - i) for i, p in enumerate(order)}
+        worth = {p: float(part.worth(p, seen)[0]) for p in held}
+        if how == "sum":
+            total = sum(abs(w) for w in worth.values())
+            return {p: w / total if total else 0.0 for p, w in worth.items()}
+        mean = sum(worth.values()) / len(worth)
+        spread = math.sqrt(sum((w - mean) ** 2 for w in worth.values()) / len(worth))
+        return {p: (w - mean) / spread if spread else 0.0 for p, w in worth.items()}
+
+
+class CascadeRule(CompositeRule):
+    def specs(self) -> list[Any]:
+        return [self.options["narrow"], self.options["pick"]]
+
+    def rank(self, held: list[int], seen: int, budget: int, decoding: bool) -> list[int]:
+        to = self.options.get("to", 2.0)
+        most = math.floor(to * budget + 0.5) if isinstance(to, float) else max(to, budget)
+        narrowed = self.parts[0].rank(held, seen, most, decoding)[:most]
+        rest = [p for p in held if p not in narrowed]
+        return self.parts[1].rank(sorted(narrowed), seen, budget, decoding) + rest
+
+
+class PhasesRule(CompositeRule):
+    def specs(self) -> list[Any]:
+        return [self.options["prefill"], self.options["decode"]]
+
+    def rank(self, held: list[int], seen: int, budget: int, decoding: bool) -> list[int]:
+        return self.parts[decoding].rank(held, seen, budget, decoding)
+
+    def room(self, decoding: bool) -> float:
+        return self.parts[decoding].room(decoding)
+
+
+class LayersRule(CompositeRule):
+    """Ranges are lists of layers here."""
+
+    def specs(self) -> list[Any]:
+        named = [spec for layers, spec in self.options["at"].items() if str(self.layer) in layers.split(",")]
+        return [*named, self.options["default"]][:1]
+
+    def rank(self, held: list[int], seen: int, budget: int, decoding: bool) -> list[int]:
+        return self.parts[0].rank(held, seen, budget, decoding)
+
+    def room(self, decoding: bool) -> float:
+        return self.parts[0].room(decoding)
+
+
+class ProtectRule(CompositeRule):
+    def stay(self, held: list[int], seen: int, budget: int) -> list[int]:
+        first, spans = self.options.get("sinks", 0), self.options.get("spans", [])
+        fixed = set(range(first)) | {p for start, stop in spans for p in range(start, stop)}
+        recent = min(tokens_of(self.options.get("recent", 0), budget), budget - len(fixed))
+        self.taken = len(fixed) + recent
+        return [p for p in held if p in fixed or p >= seen - recent]
+
+    def rank(self, held: list[int], seen: int, budget: int, decoding: bool) -> list[int]:
+        first = self.stay(held, seen, budget)
+        rest = [p for p in held if p not in first]
+        return first + self.parts[0].rank(rest, seen, budget - self.taken, decoding)
+
+    def room(self, decoding: bool) -> float:
+        return self.parts[0].room(decoding)
+
+
+class EveryRule(CompositeRule):
+    def rank(self, held: list[int], seen: int, budget: int, decoding: bool) -> list[int]:
+        return self.parts[0].rank(held, seen, budget, decoding)
+
+    def room(self, decoding: bool) -> float:
+        return self.parts[0].room(decoding) + self.options["tokens"] - 1
+
+
+RULES: dict[str, type[Rule]] = {
+    "full": FullRule,
+    "h2o": H2ORule,
+    "lru": LRURule,
+    "random": RandomRule,
+    "streaming_llm": StreamingRule,
 }
+"""Whole policies."""
+PRIMITIVES: dict[str, type[Rule]] = {
+    "sinks": SinksRule,
+    "recent": RecentRule,
+    "heavy": HeavyRule,
+    "span": SpanRule,
+    "snapkv": SnapKVRule,
+}
+COMPOSITIONS: dict[str, type[Rule]] = {
+    "union": UnionRule,
+    "blend": BlendRule,
+    "cascade": CascadeRule,
+    "phases": PhasesRule,
+    "layers": LayersRule,
+    "protect": ProtectRule,
+    "every": EveryRule,
+}
+
+
+def make(spec: Any, layer: int, row: int, head: int, layers: int) -> Rule:
+    """The rule of a policy written as a kind or as a mapping."""
+    options = {"kind": spec} if isinstance(spec, str) else dict(spec)
+    kind = options.pop("kind")
+    return {**RULES, **PRIMITIVES, **COMPOSITIONS}[kind](layer, row, head, layers, **options)
 
 
 class Reference:
     """Runs a model under a rule. Call it like the model; read `kept(layer)` as sets of positions."""
 
-    def __init__(self, model: Any, kind: str, budget: int, **options: Any) -> None:
-        self.model, self.budget = model, budget
-        self.rule, defaults = RULES[kind]
-        self.options = {**defaults, **options}
+    def __init__(
+        self, model: Any, policy: str | dict[str, Any], budget: int | list[int], alpha: Fraction | None = None
+    ) -> None:
+        self.model, self.alpha = model, alpha
+        self.shares: dict[tuple[int, int, int], int] = {}
+        layers = model.config.num_hidden_layers
+        self.budgets = budget if isinstance(budget, list) else [budget] * layers
+        self.spec = policy
         self.cache = DynamicCache()
         self.real: Tensor | None = None
         self.held: dict[tuple[int, int, int], list[int]] = {}
@@ -182,20 +412,49 @@ class Reference:
         mean = probs.double().unflatten(1, (heads, group)).mean(2)
         for row in range(batch):
             for head in range(heads):
-                self._decide(layer, row, head, position[row], allowed[row, head], mean[row, head], first)
+                self._observe(layer, row, head, position[row], allowed[row, head], mean[row, head], first)
+            self._decide(layer, row, heads, int((position[row] >= 0).sum()), decoding=rows == 1 and first > 0)
         return output, probs
 
-    def _decide(self, layer, row, head, position, allowed, mean, first) -> None:
+    def _observe(self, layer, row, head, position, allowed, mean, first) -> None:
         at = (layer, row, head)
-        rule = self.rules.setdefault(at, self.rule(self.budget, layer, row, head, **self.options))
+        if at not in self.rules:
+            self.rules[at] = make(self.spec, *at, len(self.budgets))
         held = self.held.setdefault(at, [])
-        columns = len(position)
+        columns, rows = len(position), []
         for i in range(columns - first):
             query = int(position[first + i])
             if query < 0:
                 continue
             held.append(query)
-            rule.observe(query, {int(position[j]): float(mean[i, j]) for j in range(columns) if allowed[i, j]})
-        if len(held) > self.budget:
-            seen = int((position >= 0).sum())
-            self.held[at] = rule.keep(held, seen)
+            rows.append({int(position[j]): float(mean[i, j]) for j in range(columns) if allowed[i, j]})
+            self.rules[at].observe(query, rows[-1])
+        self.rules[at].finish(rows, int((position >= 0).sum()), columns - first == 1 and first > 0)
+
+    def _decide(self, layer: int, row: int, heads: int, seen: int, decoding: bool) -> None:
+        places = [(layer, row, head) for head in range(heads)]
+        budget = self.budgets[layer]
+        if self.alpha is not None and not decoding:
+            over = len(self.held[places[0]]) > budget or len({len(self.held[at]) for at in places}) > 1
+            self.shares.update(zip(places, self._divided(places, seen) if over else [budget] * heads, strict=True))
+        for at in places:
+            held, rule, share = self.held[at], self.rules[at], self.shares.get(at, budget)
+            if len(held) > share + rule.room(decoding):
+                self.held[at] = sorted(rule.rank(sorted(held), seen, budget, decoding)[:share])
+
+    def _divided(self, places: list[tuple[int, int, int]], seen: int) -> list[int]:
+        """Ada-KV: the best tokens of all heads together, counted; a part alpha of the budget is divided equally."""
+        budget, everyone = self.budgets[places[0][0]], []
+        for index, at in enumerate(places):
+            rule, held = self.rules[at], sorted(self.held[at])
+            stay = rule.stay(held, seen, budget)
+            for place, p in enumerate(rule.rank(held, seen, budget, False)):
+                worth = tuple(-w for w in rule.worth(p, seen))
+                everyone.append((place > 0, p not in stay, worth if p not in stay else (), p, index))
+        best = sorted(everyone)[: budget * len(places)]
+        counts = [sum(entry[-1] == index for entry in best) for index in range(len(places))]
+        exact = [(1 - self.alpha) * count + self.alpha * budget for count in counts]
+        shares = [math.floor(x) for x in exact]
+        for i in sorted(range(len(exact)), key=lambda i: shares[i] - exact[i])[: budget * len(places) - sum(shares)]:
+            shares[i] += 1
+        return shares

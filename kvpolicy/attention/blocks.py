@@ -108,7 +108,7 @@ def attend(pool: SlotPool, query: Tensor, scoring: Scoring) -> Tensor:
 
 def _step(pool: SlotPool, query: Tensor, scoring: Scoring) -> Tensor:
     """One row, all of it at once. `query` is ``[batch, kv_heads, group, 1, head_dim]``."""
-    logits = _logits(query, pool.active_keys, scoring)
+    logits = _logits(pool.dot(query * scoring.scaling), scoring)
     hidden = None
     if pool.holes or scoring.window is not None:
         hidden = _hidden(pool.active_positions, pool.query_positions, scoring.window)
@@ -121,7 +121,7 @@ def _step(pool: SlotPool, query: Tensor, scoring: Scoring) -> Tensor:
         seen = probs * (positions >= 0).unsqueeze(2) if pool.padded and positions is not None else probs
         visible = _visible(hidden, positions, pool.used) if pool.wants.blocks and positions is not None else None
         pool.observe(AttentionRows(positions, probs=seen, logits=logits, queries=query, visible=visible))
-    return _output(probs, pool.active_values)
+    return pool.mix(probs)
 
 
 def _walk(pool: SlotPool, query: Tensor, scoring: Scoring, first: int, output: Tensor | None = None) -> None:
@@ -141,7 +141,7 @@ def _walk(pool: SlotPool, query: Tensor, scoring: Scoring, first: int, output: T
         for start, stop in bounds:
             seen = slice(before + stop)  # what comes later need not be looked at
             block, queries = query[batch, heads, :, start:stop], positions[batch, :, start:stop]
-            logits = _logits(block, keys[:, :, seen], scoring)
+            logits = _logits(dot(block * scoring.scaling, keys[:, :, seen]), scoring)
             if pool.is_causal and scoring.window is None:
                 hidden = None
                 logits[..., start:].masked_fill_(_later(stop - start, logits.device), _least(logits))
@@ -150,7 +150,7 @@ def _walk(pool: SlotPool, query: Tensor, scoring: Scoring, first: int, output: T
                 logits.masked_fill_(hidden, _least(logits))
             probs = _softmax(logits, sinks)
             if output is not None:
-                output[batch, heads, :, start:stop] = _output(probs, values[:, :, seen])
+                output[batch, heads, :, start:stop] = mix(probs, values[:, :, seen])
             if pool.padded:
                 probs = probs * (queries >= 0).unsqueeze(2)
             if total is not None:
@@ -192,12 +192,22 @@ def _plan(
     ]
 
 
-def _logits(query: Tensor, keys: Tensor, scoring: Scoring) -> Tensor:
-    """Scaled logits in float32 at least, ``[batch, kv_heads, group, rows, slots]``."""
-    product = torch.matmul((query * scoring.scaling).flatten(2, 3), keys.transpose(-1, -2))
-    logits = product.unflatten(2, query.shape[2:4])
-    if logits.dtype.itemsize < 4:
-        logits = logits.float()
+def dot(query: Tensor, keys: Tensor) -> Tensor:
+    """Products of queries ``[batch, kv_heads, group, rows, head_dim]`` with keys ``[batch, kv_heads, slots, head_dim]``.
+
+    They are ``[batch, kv_heads, group, rows, slots]``.
+    """
+    return torch.matmul(query.flatten(2, 3), keys.transpose(-1, -2)).unflatten(2, query.shape[2:4])
+
+
+def mix(probs: Tensor, values: Tensor) -> Tensor:
+    """The mean of `values` by `probs` ``[batch, kv_heads, group, rows, slots]``: ``[..., rows, value_dim]``."""
+    return torch.matmul(probs.to(values.dtype).flatten(2, 3), values).unflatten(2, probs.shape[2:4])
+
+
+def _logits(product: Tensor, scoring: Scoring) -> Tensor:
+    """Logits in float32 at least, from products of scaled queries and keys."""
+    logits = product.float() if product.dtype.itemsize < 4 else product
     if scoring.softcap is not None:
         logits = torch.tanh(logits / scoring.softcap) * scoring.softcap
     return logits
@@ -228,11 +238,6 @@ def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
         return logits.softmax(-1)
     column = sinks.to(logits.dtype).view(1, *logits.shape[1:3], 1, 1).expand(*logits.shape[:-1], 1)
     return torch.cat([logits, column], -1).softmax(-1)[..., :-1]
-
-
-def _output(probs: Tensor, values: Tensor) -> Tensor:
-    """``[batch, kv_heads, group, rows, value_dim]``."""
-    return torch.matmul(probs.to(values.dtype).flatten(2, 3), values).unflatten(2, probs.shape[2:4])
 
 
 def _visible(hidden: Tensor | None, queries: Tensor, slots: int | None = None) -> Tensor:

@@ -73,7 +73,7 @@ def attention(
         raise UnsupportedModelError(
             f"EvictionCache takes a 2-D attention mask [batch, tokens], not one of shape {list(attention_mask.shape)}"
         )
-    if key.shape != kvpolicy_pool.active_keys.shape:
+    if key.shape != kvpolicy_pool.handed:
         raise UnsupportedModelError(
             f"{type(module).__name__} changes the keys it gets from the cache, so it does not attend to what is kept"
         )

@@ -59,6 +59,18 @@ class AttentionRows:
         """The last row, ``[batch, kv_heads, slots]``. Needs ``Need.ATTENTION_LAST``."""
         return self.rows(group)[:, :, -1]
 
+    def latest(self, count: int) -> AttentionRows:
+        """The last `count` rows alone."""
+        rows = next((part.shape[-2] for part in (self._probs, self._logits, self._queries) if part is not None), 0)
+        if rows <= count:
+            return self
+        cut = [None if part is None else part[..., -count:, :] for part in self._parts()]
+        probs, logits, queries, visible, positions = cut
+        return AttentionRows(positions, probs=probs, logits=logits, queries=queries, visible=visible, final=self.final)
+
+    def _parts(self) -> tuple[Tensor | None, ...]:
+        return self._probs, self._logits, self._queries, self._visible, self._positions
+
     def heads(self) -> Tensor:
         """Probabilities of every query head, ``[batch, kv_heads, group, rows, slots]``."""
         if self._probs is None:

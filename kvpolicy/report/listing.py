@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from kvpolicy.plugins import registry
+from kvpolicy.plugins import NAMES, registry
 from kvpolicy.policy import EvictionPolicy
 
 
@@ -24,12 +24,13 @@ def policies_table() -> Table:
 
 
 def plugins_table() -> Table:
-    """A row for each plugin: name, where from, policies and adapters, problems."""
-    table = _table("plugin", "from", "policies", "adapters", "problems")
+    """A row for each plugin: name, where from, what it provides, problems."""
+    table = _table("plugin", "from", "provides", "problems")
     for plugin in registry().plugins:
-        names = (", ".join(sorted(provided)) or "–" for provided in (plugin.policies, plugin.adapters))
+        provided = {what: ", ".join(sorted(getattr(plugin, what))) for what in NAMES}
+        listed = "\n".join(f"{what}: {names}" for what, names in provided.items() if names)
         problems = Text(str(len(plugin.problems)), style="red") if plugin.problems else "none"
-        table.add_row(plugin.name, plugin.origin, *names, problems)
+        table.add_row(plugin.name, plugin.origin, listed or "–", problems)
     return table
 
 

@@ -57,7 +57,7 @@ def test_what_is_no_budget(value):
 @pytest.mark.parametrize("wrong", [{}, {"tokens": 1, "share": 1.0}])
 def test_it_is_either_tokens_or_a_share(wrong):
     with pytest.raises(BudgetError, match="either tokens"):
-        Budget(**wrong)
+        Budget.parse(wrong)
 
 
 def test_one_token_is_not_the_whole_prompt():

@@ -7,24 +7,22 @@ from types import MappingProxyType
 from typing import Annotated, Literal
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from kvpolicy_plugins.full import Full
 from kvpolicy_plugins.h2o import H2O
 from kvpolicy_plugins.lru import LRU
-from kvpolicy_plugins.random import Random
-from kvpolicy_plugins.streaming_llm import StreamingLLM
+from kvpolicy_plugins.pyramid import Pyramid
+from kvpolicy_plugins.uniform import Uniform
 from pydantic import BeforeValidator, model_validator
-from ruamel.yaml import YAML
 
 from kvpolicy import config, load
 from kvpolicy.budget import Budget
-from kvpolicy.config import Config, dump, policy_from, read
+from kvpolicy.compose import Layers, Protect
+from kvpolicy.config import Config, policy_from, read
 from kvpolicy.errors import BudgetError, ConfigError
 from kvpolicy.plugins import Registry, registry
 from kvpolicy.policy import EvictionPolicy
 
-KINDS = "full, h2o, lru, random, streaming_llm"
+KINDS = ", ".join(sorted(registry().policies))
 REMEDY = (
     "is no budget; give a number of tokens, 1 or more (64), "
     "or a share of the prompt, above 0.0 and up to 1.0 (0.25 or 25%)"
@@ -102,6 +100,9 @@ def test_one_token_is_not_everything():
 
 def test_yaml_merge_keys():
     assert load({"kind": "h2o", "sinks": 2}) == load(write("<<: {kind: h2o, sinks: 1}\nsinks: 2\n"))
+    several = "<<: [{sinks: 3}, {kind: h2o, sinks: 1}]\n"
+    assert load(write(several)) == H2O(sinks=3)
+    assert refusal(write(f"{several}recent: -1\n")) == f"p.yaml:2:9: recent: {ZERO_TO_ONE}"
 
 
 def test_the_mapping_is_not_changed_and_not_held():
@@ -128,34 +129,154 @@ def test_budget(written, budget):
     assert read(write(f"kind: h2o\n{written}\n")) == Config(H2O(), budget)
 
 
-shares = st.integers(0, 512) | st.floats(0, 1)
-tokens = st.integers(0, 512)
-policies = st.one_of(
-    st.builds(Full),
-    st.builds(H2O, recent=shares, sinks=tokens),
-    st.builds(LRU, tau=st.floats(1e-9, 1e9), recent=shares),
-    st.builds(Random, seed=st.integers(-(2**63), 2**63), draw=st.sampled_from(["fixed", "fresh"])),
-    st.builds(StreamingLLM, sinks=tokens),
+# A file on top of others
+
+
+def wrote(**files):
+    for name, text in files.items():
+        write(text, f"{name}.yaml")
+    return f"{name}.yaml"
+
+
+def test_a_file_extends_another():
+    file = wrote(base="kind: h2o\nrecent: 0.25\nsinks: 4\nbudget: 64\n", own="extends: base.yaml\nrecent: 8\n")
+    assert read(file) == Config(H2O(recent=8, sinks=4), Budget(tokens=64))
+    assert repr(load(file)) == repr(H2O(recent=8, sinks=4))
+
+
+def test_mappings_merge_deeply_and_lists_are_replaced():
+    base = """
+        kind: layers
+        at:
+          "0-1": {kind: protect, spans: [[0, 4], [8, 9]], sinks: 2, of: {kind: h2o, recent: 0.25}}
+          "2": full
+        default: lru
+    """
+    own = """
+        extends: base.yaml
+        at:
+          "0-1": {spans: [[1, 2]], of: {sinks: 1}}
+          "2": {kind: lru, tau: 2}
+        default: h2o
+    """
+    assert load(wrote(base=base, own=own)) == Layers(
+        at={
+            "0-1": Protect(spans=[(1, 2)], sinks=2, of=H2O(recent=0.25, sinks=1)),
+            "2": LRU(tau=2),
+        },
+        default=H2O(),
+    )
+
+
+def test_options_of_another_kind_do_not_carry_over_but_the_budget_does():
+    base = "kind: protect\nsinks: 4\nof: {kind: h2o, recent: 0.25}\nbudget: {share: 0.25, min: 8}\n"
+    assert read(wrote(base=base, own="extends: base.yaml\nkind: lru\n")) == Config(LRU(), Budget(share=0.25, min=8))
+    assert load(wrote(base=base, own="extends: base.yaml\nof: {kind: lru}\n")) == Protect(sinks=4, of=LRU())
+    same = "extends: base.yaml\nof: {kind: h2o, sinks: 2}\n"
+    assert load(wrote(base=base, own=same)) == Protect(sinks=4, of=H2O(recent=0.25, sinks=2))
+
+
+@pytest.mark.parametrize(
+    ("own", "budget"),
+    [
+        ("", Budget(share=0.25, min=8, layers=Pyramid(beta=9, window=2))),
+        ("budget: 64", Budget(tokens=64)),
+        ("budget: {max: 99}", Budget(share=0.25, min=8, max=99, layers=Pyramid(beta=9, window=2))),
+        ("budget: {layers: {beta: 30}}", Budget(share=0.25, min=8, layers=Pyramid(beta=30, window=2))),
+        ("budget: {layers: {kind: uniform}}", Budget(share=0.25, min=8, layers=Uniform())),
+        ("budget: {layers: pyramid}", Budget(share=0.25, min=8, layers=Pyramid())),
+        ("budget: {tokens: 64, min: null}", Budget(tokens=64, layers=Pyramid(beta=9, window=2))),
+        ("budget:", None),
+    ],
 )
+def test_budgets_merge(own, budget):
+    base = "kind: h2o\nbudget: {share: 0.25, min: 8, layers: {kind: pyramid, beta: 9, window: 2}}\n"
+    assert read(wrote(base=base, own=f"extends: base.yaml\n{own}\n")).budget == budget
 
 
-@given(policies)
-def test_round_trip(tmp_path_factory, policy):
-    mapping = dump(policy)
-    assert next(iter(mapping)) == "kind"
-    file = tmp_path_factory.mktemp("round") / "p.yaml"
-    YAML(typ="safe", pure=True).dump(mapping, file)
-    asjson = file.with_suffix(".json")
-    asjson.write_text(json.dumps(mapping))
-    for loaded in (load(mapping), load(file), load(asjson)):
-        assert loaded == policy
-        assert repr(loaded) == repr(policy)  # 1 == 1.0, but they mean different things
-        assert loaded.model_fields_set - {"kind"} == policy.model_fields_set - {"kind"}
+def test_of_several_bases_the_later_wins():
+    bases = {"one": "kind: h2o\nsinks: 1\nrecent: 1\n", "two": "sinks: 2\nbudget: 64\n"}
+    file = wrote(**bases, own="extends:\n- one.yaml\n- two.yaml\n")
+    assert read(file) == Config(H2O(sinks=2, recent=1), Budget(tokens=64))
+    assert load(wrote(**bases, own="extends: []\nkind: lru\n")) == LRU()
 
 
-def test_dump_keeps_what_was_set_and_no_more():
-    assert dump(H2O()) == {"kind": "h2o"}
-    assert dump(H2O(recent=0.5)) == {"kind": "h2o", "recent": 0.5}
+def test_the_layers_of_the_extending_file_count_first():
+    base = "kind: layers\nat: {':50%': h2o, '4': full}\ndefault: lru\n"
+    policy = load(wrote(base=base, own="extends: base.yaml\nat: {'0': full, '4': lru}\n"))
+    assert list(policy.at) == ["0", "4", ":50%"]
+
+
+def test_bases_are_found_beside_the_file_that_names_them(tmp_path, monkeypatch):
+    Path("sub/deep").mkdir(parents=True)
+    write("kind: h2o\n", "sub/root.yaml")
+    write("extends: ../root.yaml\nsinks: 1\n", "sub/deep/middle.yaml")
+    write("extends: deep/middle.yaml\nrecent: 3\n", "sub/own.yaml")
+    assert load("sub/own.yaml") == H2O(sinks=1, recent=3)
+    monkeypatch.chdir("sub/deep")
+    assert load("../own.yaml") == H2O(sinks=1, recent=3)
+    write(f"extends: {tmp_path}/sub/own.yaml\n", "far.yaml")
+    assert load(Path("far.yaml")) == H2O(sinks=1, recent=3)
+
+
+def test_two_files_may_extend_the_same():
+    file = wrote(
+        root="kind: h2o\nsinks: 1\n",
+        left="extends: root.yaml\nrecent: 1\n",
+        right="extends: root.yaml\nsinks: 2\n",
+        own="extends: [left.yaml, right.yaml]\n",
+    )
+    assert load(file) == H2O(sinks=2, recent=1)
+
+
+def test_what_is_wrong_in_a_base_is_told_of_the_base():
+    file = wrote(
+        root="# root\nkind: protect\nof:\n  kind: h2o\n  recent: 2.0\nbudget: 0\n",
+        base="extends: root.yaml\nof: {recnt: 1}\n",
+        own="extends: base.yaml\nsinks: -1\nof: {sinks: x}\n",
+    )
+    assert refusal(file).splitlines() == [
+        "own.yaml:2:8: sinks: must be greater than or equal to 0, not -1",
+        "own.yaml:3:13: of.sinks: must be a valid integer, not 'x'",
+        "base.yaml:2:6: of.recnt: unknown option 'recnt'; did you mean 'recent'? h2o has: recent, sinks",
+        f"root.yaml:5:11: of.recent: {ZERO_TO_ONE}",
+        f"root.yaml:6:9: budget: 0 {REMEDY}",
+    ]
+
+
+def test_what_is_missing_is_told_of_the_extending_file():
+    assert refusal(wrote(base="kind: protect\n", own="\nextends: base.yaml\n")) == "own.yaml:2:1: of: is missing"
+
+
+def test_without_a_base_only_what_is_certain_is_told():
+    text = "extends: none.yaml\nbudget: {of: seen}\nof: {recent: 1}\n"
+    missing = "own.yaml:1:10: extends: none.yaml: cannot be read: No such file or directory"
+    assert refusal(write(text, "own.yaml")) == missing
+    assert refusal(write(text + "kind: protect\nsinks: -1\n", "own.yaml")).splitlines() == [
+        missing,
+        "own.yaml:5:8: sinks: must be greater than or equal to 0, not -1",
+    ]
+
+
+def test_a_base_that_is_no_yaml_leaves_the_rest_to_be_told():
+    file = wrote(base="kind: [\n", own="extends: base.yaml\nkind: h2o\nrecnt: 1\n")
+    assert refusal(file).splitlines() == [
+        "own.yaml:3:1: recnt: unknown option 'recnt'; did you mean 'recent'? h2o has: recent, sinks",
+        "base.yaml:2:1: is not valid YAML: expected the node content, but found '<stream end>'",
+    ]
+
+
+@pytest.mark.parametrize("value", ["3", "", "{file: base.yaml}", "[[base.yaml]]", "''"])
+def test_what_is_no_base(value):
+    message = refusal(write(f"extends: {value}\nkind: h2o\n"))
+    assert message.startswith("p.yaml:1:")
+    assert message.endswith(": needs a file, or a list of files")
+
+
+def test_a_mapping_extends_nothing():
+    assert refusal({"kind": "h2o", "extends": "b.yaml"}) == (
+        "extends: is for files, which are found relative to each other"
+    )
 
 
 # Wrong files
@@ -181,6 +302,7 @@ def test_dump_keeps_what_was_set_and_no_more():
             "kind: h2o\nrecent: half\n",
             "2:9: recent: needs a number of tokens (4) or a share of the budget (0.5)",
         ),
+        ("kind: h2o\nsinks: \n\nrecent: 1", "2:1: sinks: must be a valid integer, not None"),
         ("kind: h2o\nsinks: 0.5\n", "2:8: sinks: must be a valid integer, not 0.5"),
         ("kind: h2o\nsinks: -1\n", "2:8: sinks: must be greater than or equal to 0, not -1"),
         (
@@ -208,8 +330,11 @@ def test_dump_keeps_what_was_set_and_no_more():
         ),
         (
             "kind: h2o\nsinks: !!int x",
-            "1:1: has a value that cannot be read: invalid literal for int() with base 10: 'x'",
+            "2:8: sinks: cannot be read: invalid literal for int() with base 10: 'x'",
         ),
+        ("kind: h2o\nsinks: 2001-02-30", "2:8: sinks: cannot be read: day is out of range for month"),
+        ("kind: h2o\nsinks: &s [*s]", "2:8: sinks.0: contains itself"),
+        ("kind: h2o\n<<: 3", "2:5: <<: needs a mapping to merge, or a list of them"),
         ("kind: h2o\nsinks: \x07", "2:8: has a character that YAML does not allow"),
         (b"kind: h2o\nsinks: \xff", "2:1: is not text in UTF-8"),
     ],
@@ -229,6 +354,8 @@ def test_files_that_cannot_be_read():
     assert refusal("none.yaml") == "none.yaml: cannot be read: No such file or directory"
     assert refusal("conf/none") == "conf/none: cannot be read: No such file or directory"
     assert refusal("folder.yaml") == "folder.yaml: cannot be read: Is a directory"
+    deep = 999 * "{kind: every, tokens: 2, of: "
+    assert refusal(write(f"{deep}h2o{999 * '}'}")) == "p.yaml: is nested too deeply"
 
 
 def test_everything_wrong_is_told_at_once():
@@ -266,10 +393,7 @@ def test_a_budget_that_cannot_hold_what_is_protected():
     ("source", "message"),
     [
         ("h2oo", f"unknown policy 'h2oo'; did you mean 'h2o'? installed: {KINDS}"),
-        (
-            "zzz",
-            f"unknown policy 'zzz'; installed: {KINDS}; a new entry point is seen once its package is reinstalled",
-        ),
+        ("zzz", f"unknown policy 'zzz'; installed: {KINDS}; a new entry point is seen once its package is reinstalled"),
         ({"kind": "h2oo"}, f"kind: unknown policy 'h2oo'; did you mean 'h2o'? installed: {KINDS}"),
         ({"kind": None}, f"kind: needs the name of a policy, not None; installed: {KINDS}"),
         ({}, f"kind: is missing; installed: {KINDS}"),
@@ -322,7 +446,7 @@ def test_nested_policies_are_built():
 def test_errors_in_nested_policies_are_located():
     text = "kind: pair\nparts:\n- kind: h2o\n  recnt: 1\n"
     text += "- kind: pair\n  parts: [{tau: 2}, {kind: lru, tau: -1}, lru2]\n"
-    installed = f"installed: {KINDS.replace('random', 'pair, random')}"
+    installed = f"installed: {KINDS.replace('phases', 'pair, phases')}"
     assert refusal(write(text)).splitlines() == [
         "p.yaml:4:3: parts.0.recnt: unknown option 'recnt'; did you mean 'recent'? h2o has: recent, sinks",
         f"p.yaml:6:11: parts.1.parts.0.kind: is missing; {installed}",
@@ -333,7 +457,7 @@ def test_errors_in_nested_policies_are_located():
 
 @pytest.mark.usefixtures("pair")
 def test_repeated_keys_in_nested_policies():
-    text = "kind: pair\nparts:\n- kind: h2o\n  kind: lru\n"
+    text = "kind: pair\nparts:\n- kind: h2o\n  kind: lru\n- full\n"
     assert refusal(write(text)) == "p.yaml:4:3: parts.0.kind: is given twice, first in line 3"
 
 

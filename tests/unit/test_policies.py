@@ -33,15 +33,18 @@ class Trace:
         self.positions = torch.zeros(1, 1, 0, dtype=torch.int32)
         self.fields = {name: torch.zeros(1, 1, 0) for name in policy.slot_fields()}
         self.seen = 0
+        self.decoding = False
 
     def view(self, rows: AttentionRows | None = None) -> View:
         empty = torch.zeros(*self.positions.shape, 1)
         return View(
-            self.fields, self.positions, torch.tensor([[[self.seen]]]), self.budget, empty, empty, attention=rows
-        )
+            self.fields, self.positions, torch.tensor([[[self.seen]]]), self.budget, empty, empty, attention=rows,
+            decoding=self.decoding,
+        )  # fmt: skip
 
     def observe(self, rows: list[list[float]], blocks: int | None = None) -> None:
         """Append a token for each row and show the rows, `blocks` at a time."""
+        self.decoding = len(rows) == 1 and self.seen > 0
         new = torch.arange(self.seen, self.seen + len(rows), dtype=torch.int32).view(1, 1, -1)
         self.positions = torch.cat([self.positions, new], -1)
         for name, field in self.policy.slot_fields().items():
@@ -57,6 +60,7 @@ class Trace:
                 new[0, 0, part].view(1, 1, -1, 1),
                 probs=probs[part].view(1, 1, 1, -1, slots),
                 visible=visible[part].view(1, 1, -1, 1),
+                final=part.stop >= len(rows),
             )
             self.update(self.policy.observe(self.view(statistics)))
 
@@ -65,7 +69,8 @@ class Trace:
 
     def evict(self) -> list[int]:
         if self.policy.bounded and self.positions.shape[-1] > self.budget:
-            order, _ = survivors(self.policy, self.view(), self.budget)
+            view = self.view()
+            order, _ = survivors(self.policy.ranking(view), view, self.budget)
             self.positions = self.positions.gather(-1, order)
             self.fields = {name: state.gather(-1, order) for name, state in self.fields.items()}
         return self.positions.flatten().tolist()
@@ -86,10 +91,30 @@ def kept(kind: str, budget: int = 3, blocks: int | None = None, **options: Any) 
         ("h2o", {"recent": 1}, [0, 2, 5]),
         ("h2o", {"recent": 2}, [0, 4, 5]),
         ("lru", {"recent": 1}, [0, 3, 5]),
+        ("heavy", {}, [0, 2, 3]),
+        ("recent", {}, [3, 4, 5]),
+        ("sinks", {}, [0, 1, 2]),
+        ("span", {"start": 1, "stop": 4}, [1, 2, 3]),
     ],
 )
 def test_worked_examples(kind: str, options: dict[str, Any], expected: list[int], blocks: int | None) -> None:
     assert kept(kind, blocks=blocks, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "votes", "expected"),
+    [
+        ({"kernel": 1}, [0.55, 0.10, 0.45, 0.41], [0, 4, 5]),
+        # Token 1, the least attended, wins: its neighbours are strong, and the sink loses by the zeros before it.
+        ({"kernel": 3}, [0.21667, 0.36667, 0.32, 0.28667], [1, 4, 5]),
+        ({"kernel": 3, "pooling": "max"}, [0.55, 0.55, 0.45, 0.45], [0, 4, 5]),
+    ],
+)
+def test_snapkv_pools_its_votes(options: dict[str, Any], votes: list[float], expected: list[int]) -> None:
+    trace = Trace(load({"kind": "snapkv", "window": 2, **options}), 3)
+    trace.observe(ROWS, 4)  # the last block is the window
+    torch.testing.assert_close(trace.fields["votes"].flatten()[:4], torch.tensor(votes), atol=1e-4, rtol=0)
+    assert trace.evict() == expected
 
 
 def test_h2o_column_sums_and_the_step_after() -> None:
@@ -184,7 +209,7 @@ def choose(
     view = View({}, slots, torch.tensor([[[max(positions) + 1]]]), budget, empty, empty)
     policy = Fixed(keys=keys, safe=safe)
     victim = int(lowest(policy, view))
-    return survivors(policy, view, budget)[1].flatten().tolist(), positions[victim]
+    return survivors(policy.ranking(view), view, budget)[1].flatten().tolist(), positions[victim]
 
 
 def test_ties_keep_the_lower_position_wherever_the_slots_are() -> None:

@@ -12,7 +12,22 @@ from kvpolicy import EvictionCache
 from tests import tiny
 from tests.reference import RULES
 
-BOUNDED = [kind for kind in RULES if kind != "full"]
+DEEP = {
+    "kind": "protect",
+    "sinks": 1,
+    "recent": 2,
+    "of": {
+        "kind": "layers",
+        "at": {"0": "streaming_llm"},
+        "default": {
+            "kind": "union",
+            "parts": [{"take": 0.5, "of": "heavy"}, {"take": 0.5, "of": {"kind": "snapkv", "window": 1}}],
+        },
+    },
+}
+BLEND = {"kind": "blend", "parts": ["h2o", "recent"]}
+POLICIES = {**{kind: kind for kind in RULES if kind != "full"}, "composition": DEEP, "blend": BLEND}
+DIVIDED = {"tokens": 10, "heads": {"kind": "adaptive", "alpha": 0.1}, "layers": {"kind": "pyramid", "beta": 2}}
 # What waits for the device, or makes shapes depend on data.
 WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "unique", "equal.default")
 
@@ -33,12 +48,12 @@ class Strict(TorchDispatchMode):
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", list(tiny.FAMILIES))
-@pytest.mark.parametrize("kind", BOUNDED)
+@pytest.mark.parametrize("kind", list(POLICIES))
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("budget", [10, 0.5])
-def test_no_synchronisation_in_a_decode_step(kind: str, family: str, padded: bool, budget: int | float) -> None:
+@pytest.mark.parametrize("budget", [10, 0.5, DIVIDED], ids=["tokens", "share", "divided"])
+def test_no_synchronisation_in_a_decode_step(kind: str, family: str, padded: bool, budget: Any) -> None:
     model = tiny.family(family, dtype=torch.float32)
-    cache = EvictionCache(model, kind, budget=budget)
+    cache = EvictionCache(model, POLICIES[kind], budget=budget)
     tokens, mask = tiny.left_pad([21, 13])
     model(tokens, attention_mask=mask if padded else None, **tiny.cache_argument(cache))
     for step in range(3):
@@ -61,12 +76,13 @@ def test_the_strict_mode_would_notice() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
-@pytest.mark.parametrize("kind", BOUNDED)
-def test_a_steady_step_compiles_once_to_the_same_tokens(kind: str, family: str) -> None:
+@pytest.mark.parametrize("kind", list(POLICIES))
+@pytest.mark.parametrize("budget", [10, DIVIDED], ids=["tokens", "divided"])
+def test_a_steady_step_compiles_once_to_the_same_tokens(kind: str, family: str, budget: Any) -> None:
     model = tiny.family(family, dtype=torch.float32)
 
     def run(step: Any) -> tuple[list[int], list[Any], int]:
-        cache = EvictionCache(model, kind, budget=10)
+        cache = EvictionCache(model, POLICIES[kind], budget=budget)
         token = model(tiny.ids(1, 16), **tiny.cache_argument(cache)).logits[:, -1:].argmax(-1)
         tokens = []
         with torch._dynamo.config.patch(error_on_recompile=True):
@@ -78,7 +94,7 @@ def test_a_steady_step_compiles_once_to_the_same_tokens(kind: str, family: str) 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     # The inductor backend once, since it is slow to start; tracing, guards and recompilation are dynamo's.
-    backend = "inductor" if (kind, family) == ("h2o", "llama") else "eager"
+    backend = "inductor" if (kind, family, budget) == ("h2o", "llama", 10) else "eager"
     compiled = run(torch.compile(model.forward, fullgraph=True, backend=backend))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert compiled == run(model.forward)

@@ -1,0 +1,123 @@
+"""How a budget is divided: over the layers of a model, and over the KV heads of a layer.
+
+A budget is an average. An allocator says who gets more and who less, and the total stays what it was: real-valued
+parts are rounded by largest remainder (:func:`largest_remainder`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from math import lcm
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, SerializationInfo, WithJsonSchema
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvpolicy.policy import View
+
+
+class Allocator(BaseModel):
+    """What layer and head allocators have in common: frozen, stateless, named by a literal ``kind``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    kind: str
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.model_dump_json()))
+
+
+class LayerAllocator(Allocator):
+    """Divides a budget over the layers that evict."""
+
+    def quotas(self, average: int, layers: Sequence[int], of: int, prompt: int | None) -> Sequence[Fraction | int]:
+        """Tokens for each layer, as exact numbers that add up to ``average * len(layers)``.
+
+        Args:
+            average: tokens that each layer would have if all had the same.
+            layers: indices of the layers that evict, ascending.
+            of: how many layers the model has.
+            prompt: tokens of the prompt, ``None`` before it is known.
+        """
+        raise NotImplementedError
+
+
+class HeadAllocator(Allocator):
+    """Divides the budget of a layer over its KV heads, each time a prompt or a chunk is cut."""
+
+    def divide(self, keys: Sequence[Tensor], view: View, budget: Tensor) -> Tensor:
+        """Tokens for each head, ``[batch, kv_heads, 1]``, which add up to ``kv_heads * budget`` in each row.
+
+        Args:
+            keys: the policy's ranking, most significant first, each ``[batch, kv_heads, slots]``.
+            view: the layer, all slots of it.
+            budget: tokens that each head would have if all had the same, ``[batch, 1, 1]``; more than that are held.
+        """
+        raise NotImplementedError
+
+
+def largest_remainder(quotas: Sequence[Fraction | int]) -> list[int]:
+    """Whole numbers next to `quotas` with the same sum; the largest remainders are rounded up, earlier ones first."""
+    under = lcm(*(Fraction(quota).denominator for quota in quotas))
+    return largest_remainder_of([int(quota * under) for quota in quotas], under)
+
+
+def largest_remainder_of(numerators: Sequence[int], denominator: int) -> list[int]:
+    """The same for quotas ``numerators / denominator``, in whole numbers throughout."""
+    whole = [over // denominator for over in numerators]
+    missing = (sum(numerators) + denominator // 2) // denominator - sum(whole)
+    by_remainder = sorted((whole[i] * denominator - over, i) for i, over in enumerate(numerators))
+    for _, i in by_remainder[:missing]:
+        whole[i] += 1
+    return whole
+
+
+def largest_remainder_rows(numerators: Tensor, denominator: int) -> Tensor:
+    """The same for many at once: quotas are ``numerators / denominator`` along the last dimension."""
+    whole = numerators // denominator
+    missing = (numerators.sum(-1, keepdim=True) + denominator // 2) // denominator - whole.sum(-1, keepdim=True)
+    by_remainder = (numerators - whole * denominator).argsort(dim=-1, descending=True, stable=True)
+    return whole + (by_remainder.argsort(dim=-1) < missing)
+
+
+def _allocator(value: Any) -> Allocator:
+    from kvpolicy.config import allocator_from
+
+    return allocator_from(value)
+
+
+def _layer_allocator(value: Any) -> Allocator:
+    return _of_type(_allocator(value), LayerAllocator, "layers")
+
+
+def _head_allocator(value: Any) -> Allocator:
+    return _of_type(_allocator(value), HeadAllocator, "heads")
+
+
+def _of_type(allocator: Allocator, base: type[Allocator], what: str) -> Allocator:
+    if not isinstance(allocator, base):
+        raise ValueError(f"{allocator.kind!r} does not divide a budget over {what}")
+    return allocator
+
+
+def _dumped(allocator: Allocator, info: SerializationInfo) -> dict[str, Any]:
+    return allocator.model_dump(mode=info.mode)
+
+
+OverLayers = Annotated[
+    LayerAllocator,
+    BeforeValidator(_layer_allocator),
+    PlainSerializer(_dumped),
+    WithJsonSchema({"$ref": "#/$defs/layer_allocator"}),
+]
+"""A field that holds an allocator over layers."""
+OverHeads = Annotated[
+    HeadAllocator,
+    BeforeValidator(_head_allocator),
+    PlainSerializer(_dumped),
+    WithJsonSchema({"$ref": "#/$defs/head_allocator"}),
+]
+"""A field that holds an allocator over heads."""

@@ -1,0 +1,100 @@
+"""What all compositions share: slot fields, needs and observations of the parts, taken together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import AfterValidator
+from torch import Tensor
+
+from kvpolicy.errors import BudgetError
+from kvpolicy.policy import EvictionPolicy, Need, Policy, SlotField, View
+
+
+class Composite(EvictionPolicy):
+    """A policy made of policies. It decides by :meth:`ranking`, made from the rankings of its parts.
+
+    Each part has a name, and its slot fields carry it (``0.mass``); whatever a part needs of attention, the whole
+    needs. Subclasses say what the parts are (:meth:`children`), how to exchange them (:meth:`with_parts`), what of the
+    budget each may keep (:meth:`split`), and how they rank together.
+    """
+
+    demands: ClassVar[tuple[str, ...]] = ()
+
+    def children(self) -> Iterator[tuple[str, EvictionPolicy]]:
+        raise NotImplementedError(f"{type(self).__name__} must define children()")
+
+    def with_parts(self, change: Callable[[EvictionPolicy], EvictionPolicy]) -> EvictionPolicy:
+        """The same composition of other parts: each is what `change` makes of it."""
+        raise NotImplementedError(f"{type(self).__name__} must define with_parts()")
+
+    def replaced(self, **fields: Any) -> EvictionPolicy:
+        """A copy with other values of some fields."""
+        kept = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self).model_construct(_fields_set=self.model_fields_set, **{**kept, **fields})
+
+    def split(self, budget: int, prefix: int = 0) -> list[tuple[str, EvictionPolicy, int]]:
+        """Name and policy of each part, and how many tokens it may keep of `budget`; by default all of them."""
+        return [(name, part, budget) for name, part in self.children()]
+
+    def for_layer(self, layer: int, layers: int) -> EvictionPolicy:
+        return self.with_parts(lambda part: part.for_layer(layer, layers))
+
+    @property
+    def bounded(self) -> bool:  # type: ignore[override]
+        return any(part.bounded for _, part in self.children())
+
+    @property
+    def needs(self) -> frozenset[Need]:  # type: ignore[override]
+        return frozenset(need for _, part in self.children() for need in part.needs)
+
+    def slot_fields(self) -> dict[str, SlotField]:
+        return {f"{name}.{key}": field for name, part in self.children() for key, field in part.slot_fields().items()}
+
+    @property
+    def observes(self) -> bool:
+        return any(part.observes for _, part in self.children())
+
+    def observe(self, view: View) -> Mapping[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name, part in self.children():
+            if part.observes and (shown := _as_if_alone(view.part(name), part)) is not None:
+                found.update((f"{name}.{field}", state) for field, state in part.observe(shown).items())
+        return found
+
+    def protected(self, view: View) -> Tensor:
+        return torch.zeros_like(view.valid)
+
+    def check(self, budget: int, prefix: int = 0) -> None:
+        super().check(budget, prefix)
+        for name, part, tokens in self.split(budget, prefix):
+            try:
+                part.check(tokens, prefix)
+            except BudgetError as error:
+                raise BudgetError(f"{self.kind}.{name}: {error}") from None
+
+
+def _as_if_alone(view: View, part: EvictionPolicy) -> View | None:
+    """What `part` would be shown without the others: they may make attention hand out more, and more often."""
+    rows, wants = view.attention, part.wants
+    if rows is None or wants.total or wants.blocks:
+        return view
+    if not rows.final:
+        return None
+    view.attention = rows.latest(wants.window) if wants.window else None
+    return view
+
+
+def _evicting_at_once(policy: EvictionPolicy) -> EvictionPolicy:
+    if policy.room(True) or policy.room(False):
+        raise ValueError(
+            f"{policy.kind} decides when to evict, and its parts only what; put it outside (every, phases, layers and "
+            "protect may hold it)"
+        )
+    return policy
+
+
+Chooser = Annotated[Policy, AfterValidator(_evicting_at_once)]
+"""A field that holds a policy which only says what goes, not when."""

@@ -1,0 +1,123 @@
+"""Protect: tokens that always stay, whatever decides about the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import AfterValidator, StrictBool, StrictInt
+from torch import Tensor
+
+from kvpolicy.compose._base import Composite
+from kvpolicy.errors import BudgetError, ConfigError
+from kvpolicy.policy import EvictionPolicy, Policy, Share, Tokens, View, share_of
+
+
+def _in_order(spans: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    end = 0
+    for start, stop in spans:
+        if not end <= start < stop:
+            raise ValueError(f"[{start}, {stop}] must start at or after {end} and stop after its start")
+        end = stop
+    return spans
+
+
+class Protect(Composite):
+    """Sinks, recents, spans of positions and the user's prefix stay; `of` decides about the rest with what is left.
+
+    What is protected is part of the budget, and `of` sees neither those tokens nor that part of it.
+    """
+
+    kind: Literal["protect"] = "protect"
+    sinks: Tokens = 0
+    """First tokens that always stay."""
+    recent: Share = 0
+    """Recent window: tokens, or a share of the budget."""
+    spans: Annotated[tuple[tuple[StrictInt, StrictInt], ...], AfterValidator(_in_order)] = ()
+    """Positions that always stay, each ``[start, stop]`` with the stop excluded, in order."""
+    prefix: StrictBool = False
+    """Keep as many first tokens as the user of the cache says, ``EvictionCache(prefix=...)``: a system prompt."""
+    of: Policy
+    """The policy for the other tokens."""
+
+    demands: ClassVar[tuple[str, ...]] = ("sinks", "recent")
+
+    def children(self) -> Iterator[tuple[str, EvictionPolicy]]:
+        yield "of", self.of
+
+    def with_parts(self, change: Callable[[EvictionPolicy], EvictionPolicy]) -> EvictionPolicy:
+        return self.replaced(of=change(self.of))
+
+    def room(self, decoding: bool) -> float:
+        return self.of.room(decoding)
+
+    def check(self, budget: int, prefix: int = 0) -> None:
+        recent = self.recent if isinstance(self.recent, int) else 1
+        first, spans = self._fixed(prefix)
+        if (needed := first + spans + max(recent, 1)) > budget:
+            named = {"sinks": self.sinks, "prefix": prefix * self.prefix, "spans": spans, "recent": recent}
+            listed = " + ".join(f"{name}={tokens}" for name, tokens in named.items() if tokens)
+            raise BudgetError(
+                f"protect: a budget of {budget} tokens cannot hold the {needed} it must protect ({listed}, and "
+                "at least the newest token); raise the budget or protect less"
+            )
+        super().check(budget, prefix)
+
+    def split(self, budget: int, prefix: int = 0) -> list[tuple[str, EvictionPolicy, int]]:
+        return [("of", self.of, budget - sum(self._amounts(budget, prefix)))]
+
+    def _fixed(self, prefix: Any) -> tuple[Any, Any]:
+        """First tokens, and tokens of spans after them."""
+        first = self.sinks
+        if self.prefix:
+            first = max(first, prefix) if isinstance(prefix, int) else prefix.clamp(min=first)
+        if isinstance(first, int):
+            return first, sum(max(0, stop - max(start, first)) for start, stop in self.spans)
+        return first, sum((stop - first.clamp(min=start)).clamp(min=0) for start, stop in self.spans)
+
+    def _amounts(self, budget: Any, prefix: Any) -> tuple[Any, Any, Any]:
+        """First tokens, tokens of spans, recent tokens: together never more than the budget."""
+        first, spans = self._fixed(prefix)
+        return first, spans, _smaller(share_of(self.recent, budget), budget - first - spans)
+
+    def protected(self, view: View) -> Tensor:
+        first, _, recent = self._amounts(view.budget, view.prefix)
+        found = (view.positions < first) | (view.positions >= view.seen - recent)
+        for start, stop in self.spans:
+            found = found | ((view.positions >= start) & (view.positions < stop))
+        return found
+
+    def ranking(self, view: View) -> tuple[Tensor, ...]:
+        protected = self.protected(view)
+        budget = view.budget - sum(self._amounts(view.budget, view.prefix))
+        inner = self.of.ranking(view.part("of", budget, view.eligible & ~protected))
+        return protected.char(), *inner
+
+
+def with_prefix(policy: EvictionPolicy, prefix: Any) -> tuple[EvictionPolicy, Tensor]:
+    """A policy that keeps the first `prefix` tokens, and their number, one or one for each row.
+
+    Raises:
+        ConfigError: the policy waits for a prefix that is not given, or it is no number of tokens.
+    """
+    waits = _waits_for_prefix(policy)
+    if prefix is None and waits:
+        raise ConfigError("protect: prefix is true, so say how many first tokens: EvictionCache(..., prefix=50), or 0")
+    first = torch.as_tensor(0 if prefix is None else prefix).flatten()
+    if first.is_floating_point() or first.dtype == torch.bool or first.numel() == 0 or int(first.min()) < 0:
+        raise ConfigError(f"prefix must be a number of tokens, 0 or more, or one for each row; not {prefix!r}")
+    if not waits and policy.bounded and int(first.max()) > 0:
+        policy = Protect(prefix=True, of=policy)
+    return policy, first.int()
+
+
+def _waits_for_prefix(policy: EvictionPolicy) -> bool:
+    return bool(getattr(policy, "prefix", False)) or any(_waits_for_prefix(part) for _, part in policy.children())
+
+
+def _smaller(a: Any, b: Any) -> Any:
+    """The smaller of two numbers, either of which may be a tensor of them."""
+    if isinstance(a, int):
+        return min(a, b) if isinstance(b, int) else b.clamp(max=a)
+    return a.clamp(max=b) if isinstance(b, int) else a.minimum(b)

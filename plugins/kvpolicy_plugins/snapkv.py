@@ -1,0 +1,68 @@
+"""SnapKV: the tokens that the last queries of the prompt looked at, pooled over their neighbours."""
+
+from collections.abc import Collection, Mapping
+from typing import Annotated, Literal
+
+import torch
+from pydantic import AfterValidator, Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvpolicy.policy import EvictionPolicy, Need, SlotField, View
+
+
+def _odd(value: int) -> int:
+    if value % 2 == 0:
+        raise ValueError(f"needs an odd number, so that a token is the middle of its neighbours; not {value}")
+    return value
+
+
+class SnapKV(EvictionPolicy):
+    """Observation window (Li et al., NeurIPS 2024, arXiv 2404.14469).
+
+    Each token gets votes: the attention from the last `window` queries of a prompt or chunk, pooled along positions.
+    The window itself stays. The paper cuts the prompt once and then keeps every token that is written; that is
+    ``phases`` with ``decode: full``. Here eviction goes on: while decoding, votes are a running sum of the same
+    length, ``votes * (1 - 1/window) + attention``, so that what is written can replace what was read.
+
+    As in the official code, average pooling counts the zeros beyond both ends, which costs the first token a part of
+    its votes.
+    """
+
+    kind: Literal["snapkv"] = "snapkv"
+    window: Annotated[int, Field(ge=1, strict=True)] = 32
+    """Observation window: how many last queries vote, and how many last tokens stay."""
+    kernel: Annotated[int, Field(ge=1, strict=True), AfterValidator(_odd)] = 5
+    """Width of the pooling, an odd number; 1 is none."""
+    pooling: Literal["average", "max"] = "average"
+    group: Literal["mean", "max"] = "mean"
+    """How the votes of the query heads of a group are joined."""
+
+    demands = ("window",)
+    votes = SlotField(fill=0.0)
+
+    @property
+    def needs(self) -> Collection[Need]:  # type: ignore[override]
+        return {Need.window(self.window)}
+
+    def observe(self, view: View) -> Mapping[str, Tensor]:
+        rows = view.attention.rows(self.group)
+        if view.decoding:
+            return {"votes": view["votes"] * (1 - 1 / self.window) + rows[:, :, -1]}
+        votes = rows.sum(-2)
+        if self.kernel == 1:
+            return {"votes": votes}
+        in_window = view.positions >= view.seen - self.window
+        order = view.positions.argsort(dim=-1, stable=True)  # empty slots come first, as zeros
+        pooled = self._pooled(votes.masked_fill(in_window, 0.0).gather(-1, order))
+        return {"votes": torch.where(in_window, votes, torch.empty_like(votes).scatter_(-1, order, pooled))}
+
+    def _pooled(self, votes: Tensor) -> Tensor:
+        pool = F.avg_pool1d if self.pooling == "average" else F.max_pool1d
+        return pool(votes.flatten(0, 1), self.kernel, stride=1, padding=self.kernel // 2).view_as(votes)
+
+    def protected(self, view: View) -> Tensor:
+        return view.is_recent(self.window)
+
+    def priority(self, view: View) -> Tensor:
+        return view["votes"]

@@ -1,0 +1,98 @@
+"""Policies and budgets of every kind that comes with kvpolicy, for hypothesis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+from kvpolicy_plugins.adaptive import Adaptive
+from kvpolicy_plugins.full import Full
+from kvpolicy_plugins.given import Given
+from kvpolicy_plugins.h2o import H2O
+from kvpolicy_plugins.heavy import Heavy
+from kvpolicy_plugins.lru import LRU
+from kvpolicy_plugins.pyramid import Pyramid
+from kvpolicy_plugins.random import Random
+from kvpolicy_plugins.recent import Recent
+from kvpolicy_plugins.sinks import Sinks
+from kvpolicy_plugins.snapkv import SnapKV
+from kvpolicy_plugins.span import Span
+from kvpolicy_plugins.streaming_llm import StreamingLLM
+from kvpolicy_plugins.uniform import Uniform
+
+from kvpolicy.budget import Budget
+from kvpolicy.compose import Blend, Cascade, Composite, Every, Layers, Part, Phases, Protect, Union
+from kvpolicy.compose.blend import Weighted
+from kvpolicy.policy import EvictionPolicy
+
+Strategy = st.SearchStrategy[Any]
+
+tokens = st.integers(0, 512)
+counts = st.integers(1, 512)
+shares = tokens | st.floats(0, 1)
+positive = st.floats(1e-9, 1e9)
+ranges = st.sampled_from(["0", "0-1", "-4:", ":50%", "50%:", "0,3,5-7", ":", "7"])
+
+simple: Strategy = st.one_of(
+    *(st.builds(cls) for cls in (Full, H2O, Heavy, LRU, Random, Recent, Sinks, SnapKV, StreamingLLM)),
+    st.builds(H2O, recent=shares, sinks=tokens),
+    st.builds(LRU, tau=positive, recent=shares),
+    st.builds(Random, seed=st.integers(-(2**63), 2**63), draw=st.sampled_from(["fixed", "fresh"])),
+    st.builds(StreamingLLM, sinks=tokens),
+    st.builds(SnapKV, window=counts, kernel=st.integers(0, 8).map(lambda half: 2 * half + 1)),
+    st.tuples(tokens, counts).map(lambda span: Span(start=span[0], stop=sum(span))),
+)
+
+
+def _spans(lengths: list[int]) -> tuple[tuple[int, int], ...]:
+    ends = [sum(lengths[: index + 1]) for index in range(len(lengths))]
+    return tuple(zip(ends[::2], ends[1::2], strict=False))
+
+
+def _blended(parts: list[Weighted], normalise: str) -> Blend:
+    mixed = any(isinstance(part.of, Composite) for part in parts)
+    return Blend(parts=parts, normalise="rank" if mixed else normalise)
+
+
+def compositions(inner: Strategy) -> Strategy:
+    """Every combinator, of policies from `inner`."""
+    choosers = inner.filter(_evicts_at_once)
+    takes = st.none() | tokens | st.floats(0, 0.25)  # shares of up to four parts, which are one at most
+    parts = st.builds(Part, take=takes, of=choosers) | choosers
+    weighted = st.builds(Weighted, of=choosers, weight=positive) | st.builds(Weighted, of=choosers)
+    return st.one_of(
+        st.builds(Union, parts=st.lists(parts, min_size=1, max_size=4)),
+        st.builds(_blended, st.lists(weighted, min_size=1, max_size=3), st.sampled_from(["rank", "zscore", "sum"])),
+        st.builds(Cascade, narrow=choosers, to=counts | st.floats(1, 100), pick=choosers),
+        st.builds(Phases, prefill=inner, decode=inner),
+        st.builds(Layers, at=st.dictionaries(ranges, inner, min_size=1, max_size=3), default=inner),
+        st.builds(Protect, sinks=tokens, recent=shares, spans=st.lists(counts, max_size=5).map(_spans), of=inner),
+        st.builds(Protect, prefix=st.booleans(), of=inner),
+        st.builds(Every, tokens=counts, of=inner),
+    )
+
+
+def _evicts_at_once(policy: EvictionPolicy) -> bool:
+    return not policy.room(True) and not policy.room(False)
+
+
+def nested(depth: int) -> Strategy:
+    """Policies made of policies, up to so many deep."""
+    return simple if depth == 0 else simple | compositions(nested(depth - 1))
+
+
+over_layers = st.one_of(
+    st.builds(Uniform),
+    st.builds(Pyramid),
+    st.builds(Pyramid, beta=st.floats(1, 1e6), window=tokens),
+    st.builds(Given, weights=st.dictionaries(ranges, positive, min_size=1)),
+)
+over_heads = st.builds(Uniform) | st.builds(Adaptive) | st.builds(Adaptive, alpha=st.floats(0, 1))
+fractions = st.floats(0, 1, exclude_min=True)
+bounds = {"share": fractions, "min": st.none() | st.integers(1, 9), "max": st.none() | st.integers(9, 512)}
+budgets: Strategy = st.one_of(
+    (counts | fractions).map(Budget.parse),
+    st.builds(Budget, tokens=counts, layers=st.none() | over_layers, heads=st.none() | over_heads),
+    st.builds(Budget, **bounds, layers=st.none() | over_layers, heads=st.none() | over_heads),
+    st.builds(Budget, **bounds, of=st.just("seen")),
+)
