@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test bench docs lint types clean FORCE
+.PHONY: help install demo test slow bench docs lint types clean FORCE
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ demo: install ## Compare five policies on a small real model; writes demo/report
 
 test: install ## Run the tests, the examples of the documentation among them
 	$(BIN)/python -m pytest $(TESTS)
+
+slow: install ## Run the tests that build wheels and environments
+	$(BIN)/python -m pytest tests/slow
 
 bench: install ## Run the benchmarks; numbers go to tests/benchmarks/results/latest.json
 	@mkdir -p tests/benchmarks/results

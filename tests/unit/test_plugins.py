@@ -16,7 +16,7 @@ from kvpolicy.errors import ConfigError, PluginError
 from kvpolicy.plugins import Registry, registry, subclasses_in
 from kvpolicy.policy import EvictionPolicy
 
-FIRST_PARTY = ["full", "h2o", "lru", "random", "streaming_llm"]
+FIRST_PARTY = {"full", "h2o", "heavy", "lru", "random", "recent", "sinks", "snapkv", "span", "streaming_llm"}
 
 IMPORTS = """
 from typing import Literal
@@ -77,7 +77,7 @@ def problems(registered: Registry) -> dict[str, list[str]]:
 
 def test_what_comes_with_kvpolicy():
     first = next(p for p in registry().plugins if p.name == "kvpolicy-plugins")
-    assert sorted(first.policies) == FIRST_PARTY
+    assert set(first.policies) == FIRST_PARTY
     assert first.problems == []
     assert first.origin == f"kvpolicy {kvpolicy.__version__}"
     assert registry() is registry()
@@ -111,12 +111,13 @@ BROKEN = {
     ),
     "no hooks": (
         "def kvpolicy_policies(): return []",
-        "it has no hooks; decorate kvpolicy_adapters or kvpolicy_policies with @kvpolicy.hookimpl",
+        "it has no hooks; decorate one of kvpolicy_adapters, kvpolicy_allocators, kvpolicy_observers, "
+        "kvpolicy_policies, kvpolicy_tasks with @kvpolicy.hookimpl",
     ),
     "unknown hook": (
         "@hookimpl\ndef kvpolicy_polices(): return []",
         "unknown hook 'kvpolicy_polices'; did you mean 'kvpolicy_policies'? "
-        "there are: kvpolicy_adapters, kvpolicy_policies",
+        "there are: kvpolicy_adapters, kvpolicy_allocators, kvpolicy_observers, kvpolicy_policies, kvpolicy_tasks",
     ),
     "arguments": (
         "@hookimpl\ndef kvpolicy_policies(names): return []",
@@ -141,11 +142,11 @@ BROKEN = {
     ),
     "no literal": (
         "class Bad(EvictionPolicy):\n    kind: str = 'bad'\n@hookimpl\ndef kvpolicy_policies(): return [Bad]",
-        'kvpolicy_policies: broken.Bad needs a literal kind: kind: Literal["my_policy"] = "my_policy"',
+        'kvpolicy_policies: broken.Bad needs a literal kind: kind: Literal["my_name"] = "my_name"',
     ),
     "no kind": (
         "class Bad(EvictionPolicy): pass\n@hookimpl\ndef kvpolicy_policies(): return [Bad]",
-        'kvpolicy_policies: broken.Bad needs a literal kind: kind: Literal["my_policy"] = "my_policy"',
+        'kvpolicy_policies: broken.Bad needs a literal kind: kind: Literal["my_name"] = "my_name"',
     ),
     "unresolved": (
         """
@@ -162,6 +163,18 @@ BROKEN = {
     "adapter": (
         "@hookimpl\ndef kvpolicy_adapters(): return [object]",
         "kvpolicy_adapters: <class 'object'> is not an adapter (an object with a name)",
+    ),
+    "allocator": (
+        "@hookimpl\ndef kvpolicy_allocators(): return [EvictionPolicy]",
+        "kvpolicy_allocators: <class 'kvpolicy.policy.EvictionPolicy'> is not a subclass of Allocator",
+    ),
+    "observer": (
+        "class Nameless: name = ''\n@hookimpl\ndef kvpolicy_observers(): return [Nameless()]",
+        "kvpolicy_observers: <broken.Nameless object at ",
+    ),
+    "task": (
+        "@hookimpl\ndef kvpolicy_tasks(): return ['needle']",
+        "kvpolicy_tasks: 'needle' is not an evaluation task (an object with a name)",
     ),
 }
 
@@ -282,11 +295,124 @@ def test_optional_hooks_of_other_versions_are_no_problem(module):
         source("mine")
         + """
     @hookimpl(optionalhook=True)
-    def kvpolicy_allocators():
+    def kvpolicy_hook_to_come():
         return []
     """
     )
     assert problems(Registry([module("ahead", code)])) == {}
+
+
+EVERYTHING = (
+    source("mine")
+    + """
+from types import SimpleNamespace
+from kvpolicy.allocator import HeadAllocator
+from kvpolicy.observer import Observer
+
+class Even(HeadAllocator):
+    kind: Literal["even"] = "even"
+
+class Counter(Observer):
+    name = "counter"
+
+@hookimpl
+def kvpolicy_adapters():
+    return [SimpleNamespace(name="family")]
+
+@hookimpl
+def kvpolicy_allocators():
+    return [Even]
+
+@hookimpl
+def kvpolicy_observers():
+    return [Counter()]
+
+@hookimpl
+def kvpolicy_tasks():
+    return [SimpleNamespace(name="needle")]
+""".replace("\n", "\n    ")
+)
+NAMED = {"policies": "mine", "adapters": "family", "allocators": "even", "observers": "counter", "tasks": "needle"}
+
+
+def test_everything_that_can_be_provided(module):
+    registered = Registry([module("all_of_it", EVERYTHING)])
+    assert problems(registered) == {}
+    assert {what: "".join(getattr(registered, what)) for what in plugins.NAMES} == NAMED
+    assert {what: "".join(getattr(registered.plugins[0], what)) for what in plugins.NAMES} == NAMED
+    assert registered.allocator("even").__name__ == "Even"
+    assert registered.task("needle").name == "needle"
+
+
+@pytest.mark.parametrize("noun", ["policy", "allocator", "task"])
+def test_a_name_that_nobody_has(module, noun):
+    registered = Registry([module("all_of_it", EVERYTHING)])
+    [known] = getattr(registered, {"policy": "policies"}.get(noun, f"{noun}s"))
+    with pytest.raises(PluginError, match=f"unknown {noun} '{known}x'; did you mean '{known}'. installed: {known}"):
+        getattr(registered, noun)(known + "x")
+    with pytest.raises(PluginError, match=f"unknown {noun} 'zzz'; installed: .* seen once its package is reinstalled"):
+        getattr(registered, noun)("zzz")
+
+
+def test_registering_again_replaces_all_that_was_provided(module):
+    code = module("all_of_it", EVERYTHING).load()
+    registered = Registry()
+    registered.register(code, "mine")
+    assert registered.register(code, "mine").problems == []
+    assert len(registered.plugins) == 1
+
+
+def chosen(names: str | None, monkeypatch: pytest.MonkeyPatch, points: list[EntryPoint]) -> Registry:
+    """The registry of an environment with these entry points, and with or without the variable."""
+    monkeypatch.delenv("KVPOLICY_PLUGINS", raising=False)
+    if names is not None:
+        monkeypatch.setenv("KVPOLICY_PLUGINS", names)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: points)
+    return registry.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    ("names", "loaded"),
+    [
+        (None, ["ours", "one", "other", "two"]),
+        ("", ["ours"]),
+        (" , ", ["ours"]),
+        ("one", ["ours", "one"]),
+        ("one,two", ["ours", "one", "two"]),
+        ("dist-b", ["ours", "other", "two"]),
+        (" Dist_B ,one", ["ours", "one", "other", "two"]),
+    ],
+)
+def test_choosing_plugins(module, monkeypatch, names, loaded):
+    dists = {"ours": "kvpolicy", "one": "dist-a", "two": "dist-b", "other": "dist.b"}
+    points = [module(name, source(name), dist) for name, dist in dists.items()]
+    registered = chosen(names, monkeypatch, points)
+    assert list(registered.policies) == loaded
+    assert problems(registered) == {}
+
+
+def test_choosing_what_is_not_there(module, monkeypatch):
+    registered = chosen("oen,one", monkeypatch, [module("one", source("one"))])
+    assert list(registered.policies) == ["one"]
+    assert problems(registered) == {"oen": ["unknown plugin 'oen'; did you mean 'one'? installed: one"]}
+    assert registered.plugins[-1].origin == "KVPOLICY_PLUGINS"
+
+
+def test_a_plugin_that_is_not_chosen_is_not_even_imported(module, monkeypatch):
+    assert problems(chosen("", monkeypatch, [module("broken", "1 / 0")])) == {}
+    assert "broken" not in sys.modules
+
+
+def test_tracing(module, monkeypatch, capsys):
+    points = [module("one", source("mine")), module("two", "@hookimpl\ndef kvpolicy_tasks(): return 1 / 0")]
+    Registry(points)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("KVPOLICY_TRACE_PLUGINS", "1")
+    Registry(points)
+    assert capsys.readouterr().err.splitlines() == [
+        "kvpolicy: kvpolicy_policies: one: [<class 'one.Mine'>]",
+        "kvpolicy: kvpolicy_tasks: two: [ZeroDivisionError('division by zero')]",
+    ]
 
 
 def test_one_broken_file_of_a_package_is_reported_and_the_others_load(module):
@@ -360,4 +486,4 @@ def test_importing_is_light():
 
 def test_the_registry_is_that_of_the_environment(monkeypatch):
     assert kvpolicy.policies() == registry().policies
-    assert plugins.policies().keys() >= set(FIRST_PARTY)
+    assert plugins.policies().keys() >= FIRST_PARTY
