@@ -26,7 +26,9 @@ def _in_order(spans: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]
 class Protect(Composite):
     """Sinks, recents, spans of positions and the user's prefix stay; `of` decides about the rest with what is left.
 
-    What is protected is part of the budget, and `of` sees neither those tokens nor that part of it.
+    What is protected is part of the budget, and `of` sees neither those tokens nor that part of it. One ``protect``
+    right inside another (``layers`` between them do not count) is joined with it, so that a sink that is also part of
+    the prefix is counted once; where `recent` is a share, of which budget matters, and they stay two.
     """
 
     kind: Literal["protect"] = "protect"
@@ -48,6 +50,20 @@ class Protect(Composite):
 
     def with_parts(self, change: Callable[[EvictionPolicy], EvictionPolicy]) -> EvictionPolicy:
         return self.replaced(of=change(self.of))
+
+    def for_layer(self, layer: int, layers: int) -> EvictionPolicy:
+        of = self.of.for_layer(layer, layers)
+        if not (isinstance(of, Protect) and isinstance(of.recent, int) and isinstance(self.recent, int)):
+            return self.replaced(of=of)
+        return Protect.model_construct(
+            _fields_set=self.model_fields_set | of.model_fields_set,
+            kind=self.kind,
+            sinks=max(self.sinks, of.sinks),
+            recent=max(self.recent, of.recent),
+            spans=_joined(self.spans + of.spans),
+            prefix=self.prefix or of.prefix,
+            of=of.of,
+        )
 
     def room(self, decoding: bool) -> float:
         return self.of.room(decoding)
@@ -93,6 +109,17 @@ class Protect(Composite):
         budget = view.budget - sum(self._amounts(view.budget, view.prefix))
         inner = self.of.ranking(view.part("of", budget, view.eligible & ~protected))
         return protected.char(), *inner
+
+
+def _joined(spans: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """The same positions in order, each once."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return tuple(found)
 
 
 def with_prefix(policy: EvictionPolicy, prefix: Any) -> tuple[EvictionPolicy, Tensor]:

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from kvpolicy import detach
 from kvpolicy.evaluate.compare import Settings, compare
 from kvpolicy.evaluate.texts import load_text, samples
+from tests.chat import check_chat
 
 pytestmark = pytest.mark.model
 
@@ -55,3 +56,12 @@ def test_policies_come_out_in_order(smollm2, monkeypatch, tmp_path):
     assert 0 < max(h2o.kl, streaming.kl) < random.kl
     assert all(cell.kept_tokens == 40 and cell.evictions == 119 for cell in results.cells[1:])
     assert h2o.cache_bytes < 0.4 * full.cache_bytes
+
+
+def test_the_chat_recipe_keeps_what_each_rule_says(smollm2):
+    text, _ = load_text("builtin:python-docs")
+    windows, _ = samples(smollm2.tokenizer(text, verbose=False)["input_ids"], 600, 1, seed=0)
+    try:
+        check_chat(smollm2.model, torch.tensor(windows), steps=8)
+    finally:
+        detach(smollm2.model)

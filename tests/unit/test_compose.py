@@ -202,6 +202,15 @@ def test_the_prefix_stays_whatever_decides() -> None:
     assert cache.positions(0)[1, 1].tolist() == [*range(7), *range(35, 40)]
 
 
+def test_what_two_protect_is_counted_once() -> None:
+    inner = {"kind": "protect", "sinks": 4, "recent": 3, "spans": [[8, 11], [14, 15]], "of": "heavy"}
+    nested = {"kind": "protect", "prefix": True, "spans": [[10, 12]], "of": {"kind": "layers", "at": {"0": "lru"}, "default": inner}}  # fmt: skip
+    joined = load(nested).for_layer(1, 2)
+    expected = {"kind": "protect", "sinks": 4, "recent": 3, "spans": [[8, 12], [14, 15]], "prefix": True, "of": "heavy"}
+    assert joined == load(expected)
+    assert joined.split(20, prefix=6) == [("of", load("heavy"), 20 - 6 - 5 - 3)]
+
+
 def test_a_prefix_has_to_be_given_and_to_fit() -> None:
     model, waiting = tiny.family("llama"), {"kind": "protect", "prefix": True, "of": "h2o"}
     with pytest.raises(ConfigError, match="say how many first tokens"):
