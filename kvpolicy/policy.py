@@ -116,7 +116,7 @@ class View:
 
     __slots__ = (
         "_fields", "_keys", "_offsets", "_scope", "_values", "attention", "budget", "candidates", "decoding", "holes",
-        "layer", "positions", "prefix", "seen", "shares",
+        "layer", "positions", "prefix", "seen",
     )  # fmt: skip
 
     def __init__(
@@ -146,12 +146,10 @@ class View:
         self.seen = seen
         """Real tokens seen so far, those of this call included, ``[batch, 1, 1]``."""
         self.budget = budget
-        """How many tokens may remain: an ``int``, or a tensor ``[batch, 1, 1]`` where rows differ.
+        """How many tokens may remain: an ``int``, or a tensor ``[batch, 1 or kv_heads, 1]`` where rows or heads differ.
 
-        Where an allocator divides it over the heads, it is the average. A part of a composition is shown its own part.
+        A part of a composition is shown its own part of the budget.
         """
-        self.shares = budget
-        """How many tokens each head may hold: the budget, or ``[batch, kv_heads, 1]`` where it is divided."""
         self.candidates: Tensor | None = None
         """Slots that a part of a composition has to choose from; ``None`` is all of them."""
         self.layer = layer
@@ -181,7 +179,6 @@ class View:
         )  # fmt: skip
         part._scope = f"{self._scope}{name}."
         part.candidates = self.candidates if candidates is None else candidates
-        part.shares = self.shares
         return part
 
     @property
@@ -368,6 +365,7 @@ class EvictionPolicy(BaseModel):
     def ranking(self, view: View) -> tuple[Tensor, ...]:
         """What decides who stays, most significant first: the priority, with the protected raised above all.
 
+        The best ``view.budget`` slots stay; in which order they and the others come is of no consequence.
         Compositions override this in place of the two; a policy of one idea has no need to.
         """
         priority = self.priority(view)

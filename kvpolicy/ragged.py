@@ -175,7 +175,7 @@ class RaggedPool(SlotPool):
     def view(self, rows: AttentionRows | None = None, part: Part | None = None) -> View:
         view = super().view(rows, part)
         if self.pages is not None:
-            view.shares = self.shares
+            view.budget = self.shares
         return view
 
     def evict(self, tokens: int) -> None:
@@ -218,8 +218,8 @@ class RaggedPool(SlotPool):
         fits = view.valid.sum(-1, keepdim=True).amax(1, keepdim=True) <= even
         self.shares = torch.where(fits, even, divided)
         count = min(int(self.shares.max()), self.used)
-        view.shares = self.shares
-        order, positions = survivors(ranking, view, count)
+        view.budget = self.shares
+        order, positions = survivors(self.policy.ranking(view), view, count)
         if self.observers:
             self._tell_cut(positions)
         self._take(order, positions)

@@ -22,9 +22,9 @@ def lowest(policy: EvictionPolicy, view: View) -> Tensor:
     if view.holes:
         empty = view.positions < 0
         room: Tensor = empty
-        if isinstance(view.shares, Tensor):
+        if isinstance(view.budget, Tensor):
             # Rows of different budgets share one pool: a full one gives up a token and keeps its empty slots.
-            full = (~empty).sum(-1, keepdim=True) > view.shares
+            full = (~empty).sum(-1, keepdim=True) > view.budget
             first, room = first.masked_fill(empty & full, high), empty & ~full
         first = first.masked_fill(room, low)
         rest = [key.masked_fill(room, extremes(key.dtype)[0]) for key in rest]
@@ -43,8 +43,8 @@ def survivors(ranking: Sequence[Tensor], view: View, count: int) -> tuple[Tensor
     """
     order = best_first(ranking, view.positions >= 0, view.positions)[..., :count]
     positions = view.positions.gather(-1, order)
-    if isinstance(view.shares, Tensor):
-        positions = positions.masked_fill(torch.arange(count, device=order.device) >= view.shares, -1)
+    if isinstance(view.budget, Tensor):
+        positions = positions.masked_fill(torch.arange(count, device=order.device) >= view.budget, -1)
     by_age = torch.where(positions < 0, torch.iinfo(positions.dtype).max, positions).argsort(dim=-1, stable=True)
     return order.gather(-1, by_age), positions.gather(-1, by_age)
 
@@ -87,5 +87,11 @@ def _packed(ranking: Sequence[Tensor], among: Tensor, positions: Tensor) -> Tens
         key = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # floats compare as these whole numbers do
     elif key.dtype.itemsize > 4 or key.dtype.is_floating_point:
         return None
-    packed = (key.long() << 32) | (0x7FFFFFFF - positions.long())
-    return packed.masked_fill(~among, torch.iinfo(torch.int64).min)
+    packed = (key.long() << 32).add_(0x7FFFFFFF - positions)
+    return packed.masked_fill_(~among, torch.iinfo(torch.int64).min)
+
+
+def raised(ranking: Sequence[Tensor], slots: Tensor) -> tuple[Tensor, ...]:
+    """The same ranking with `slots` above all others."""
+    first, *rest = ranking
+    return first.masked_fill(slots, extremes(first.dtype)[1]), *rest

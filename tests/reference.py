@@ -440,7 +440,7 @@ class Reference:
         for at in places:
             held, rule, share = self.held[at], self.rules[at], self.shares.get(at, budget)
             if len(held) > share + rule.room(decoding):
-                self.held[at] = sorted(rule.rank(sorted(held), seen, budget, decoding)[:share])
+                self.held[at] = sorted(rule.rank(sorted(held), seen, share, decoding)[:share])
 
     def _divided(self, places: list[tuple[int, int, int]], seen: int) -> list[int]:
         """Ada-KV: the best tokens of all heads together, counted; a part alpha of the budget is divided equally."""

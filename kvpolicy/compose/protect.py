@@ -12,6 +12,7 @@ from torch import Tensor
 from kvpolicy.compose._base import Composite
 from kvpolicy.errors import BudgetError, ConfigError
 from kvpolicy.policy import EvictionPolicy, Policy, Share, Tokens, View, share_of
+from kvpolicy.select import raised
 
 
 def _in_order(spans: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
@@ -107,8 +108,7 @@ class Protect(Composite):
     def ranking(self, view: View) -> tuple[Tensor, ...]:
         protected = self.protected(view)
         budget = view.budget - sum(self._amounts(view.budget, view.prefix))
-        inner = self.of.ranking(view.part("of", budget, view.eligible & ~protected))
-        return protected.char(), *inner
+        return raised(self.of.ranking(view.part("of", budget, view.eligible & ~protected)), protected)
 
 
 def _joined(spans: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:

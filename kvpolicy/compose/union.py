@@ -16,7 +16,7 @@ from kvpolicy.allocator import largest_remainder_of, largest_remainder_rows
 from kvpolicy.budget import ratio
 from kvpolicy.compose._base import Chooser, Composite
 from kvpolicy.policy import EvictionPolicy, Policy, Share, View, extremes
-from kvpolicy.select import top
+from kvpolicy.select import raised, top
 
 
 class Part(BaseModel):
@@ -117,7 +117,7 @@ class Union(Composite):
             spare = tokens - kept.sum(-1, keepdim=True) if part.selective else 0
             left = left & ~kept
         name, part = last
-        return (~left).char(), *part.ranking(view.part(name, its + spare, left))
+        return raised(part.ranking(view.part(name, its + spare, left)), ~left)
 
 
 def _share(part: Part) -> Fraction:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +53,48 @@ def test_decode_step_over_static_cache_of_the_kept_size(kind: str, rows: int, mo
     room = (rounds + 4) * count
     static = filled(model, StaticCache(config=model.config, max_cache_len=KEPT + 1), prompt(rows, KEPT - room))
     against(steps(model, ours, rows, count), steps(model, static, rows, count), rounds, f"StaticCache({KEPT + 1})")
+
+
+UNION = {"kind": "union", "parts": [{"take": 0.5, "of": "heavy"}, {"take": 0.5, "of": "snapkv"}]}
+DEEP = {
+    "kind": "layers",
+    "at": {"0-1": "streaming_llm"},
+    "default": {"kind": "protect", "sinks": 4, "recent": 64, "of": UNION},
+}
+
+
+@pytest.mark.parametrize(("rows", "kept"), [(1, 256), (1, KEPT), (8, 256), (8, KEPT)])
+def test_decode_step_of_a_composition_of_depth_three(rows: int, kept: int, model: Any, benchmark: Any) -> None:
+    """What composing costs: a step of layers > protect > union, over the sum of its parts.
+
+    The sum is a step that scores nothing (a sliding window), and what each part adds to it when it runs alone.
+    """
+    caches = {
+        name: filled(model, EvictionCache(model, policy, budget=kept), prompt(rows, kept + 20))
+        for name, policy in {"whole": DEEP, "bare": "recent", "heavy": "heavy", "snapkv": "snapkv"}.items()
+    }
+    times: dict[str, list[float]] = {name: [] for name in caches}
+
+    def rounds() -> None:
+        for name, cache in caches.items():
+            start = time.perf_counter()
+            steps(model, cache, rows, 4)()
+            times[name].append(time.perf_counter() - start)
+
+    benchmark.pedantic(rounds, rounds=12, warmup_rounds=1)
+    whole, bare, heavy, snapkv = (statistics.median(measured[1:]) for measured in times.values())
+    ratio = whole / (bare + max(heavy - bare, 0) + max(snapkv - bare, 0))
+    benchmark.extra_info.update(ratio=ratio, seconds=times, threads=torch.get_num_threads(), torch=torch.__version__)
+    LINES.append(f"composition of depth 3, {rows} rows, {kept} kept: {ratio:.3f} of the sum of its parts")
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_decode_step_of_ragged_heads(rows: int, model: Any, against: Any) -> None:
+    """What heads of different lengths cost in time: H2O with its budget divided adaptively, over H2O with equal heads."""
+    divided = {"tokens": KEPT, "heads": {"kind": "adaptive", "alpha": 0.2}}
+    ours = filled(model, EvictionCache(model, "h2o", budget=divided), prompt(rows, KEPT + 200), KEPT + 200)
+    equal = filled(model, EvictionCache(model, "h2o", budget=KEPT), prompt(rows, KEPT + 200), KEPT + 200)
+    against(steps(model, ours, rows, 4), steps(model, equal, rows, 4), 8, "equal heads")
 
 
 @pytest.mark.parametrize(("kind", "rows", "seen"), [("h2o", 8, 2560), ("streaming_llm", 8, 2560), ("h2o", 1, 4096)])
