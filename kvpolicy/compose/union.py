@@ -12,11 +12,13 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from torch import Tensor
 
-from kvpolicy.allocator import largest_remainder_of, largest_remainder_rows
+from kvpolicy.allocator import largest_remainder, largest_remainder_of, largest_remainder_rows
 from kvpolicy.budget import ratio
 from kvpolicy.compose._base import Chooser, Composite
 from kvpolicy.policy import EvictionPolicy, Policy, Share, View, extremes
 from kvpolicy.select import raised, top
+
+_MOST = 10**9  # tokens times this are whole numbers of 64 bits
 
 
 class Part(BaseModel):
@@ -92,6 +94,8 @@ class Union(Composite):
         for index in free or [len(shares) - 1]:
             shares[index] += rest / max(len(free), 1)
         under = lcm(*(share.denominator for share in shares))
+        if under > _MOST:
+            return largest_remainder([share * _MOST for share in shares]), _MOST
         return [int(share * under) for share in shares], under
 
     def _taken(self, budget: Any) -> list[Any]:
