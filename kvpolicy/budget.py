@@ -169,7 +169,7 @@ def layer_budgets(
     divided = [
         LayerBudget(budget, layer, evicting, layers, prompt) if layer in evicting else None for layer in range(layers)
     ]
-    if budget.share is None or prompt is not None:
+    if budget.share is None or (prompt is not None and not budget.grows):
         for own, its in zip(policies, divided, strict=True):
             if its is not None and own.bounded:
                 _check(own, its, prefix)

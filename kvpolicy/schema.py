@@ -18,8 +18,8 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from kvpolicy.allocator import HeadAllocator, LayerAllocator
 from kvpolicy.budget import Budget
 from kvpolicy.document import AMOUNTS, BUDGET, EXTENDS
-from kvpolicy.wording import Model
 from kvpolicy.plugins import Registry, registry
+from kvpolicy.wording import Model
 
 Schema = dict[str, Any]
 

@@ -193,9 +193,9 @@ def _plan(
 
 
 def dot(query: Tensor, keys: Tensor) -> Tensor:
-    """Products of queries ``[batch, kv_heads, group, rows, head_dim]`` with keys ``[batch, kv_heads, slots, head_dim]``.
+    """Products ``[batch, kv_heads, group, rows, slots]`` of queries and keys.
 
-    They are ``[batch, kv_heads, group, rows, slots]``.
+    Queries are ``[batch, kv_heads, group, rows, head_dim]``, keys ``[batch, kv_heads, slots, head_dim]``.
     """
     return torch.matmul(query.flatten(2, 3), keys.transpose(-1, -2)).unflatten(2, query.shape[2:4])
 

@@ -67,6 +67,14 @@ class Composite(EvictionPolicy):
     def protected(self, view: View) -> Tensor:
         return torch.zeros_like(view.valid)
 
+    def certain_of(self, name: str, view: View, candidates: Tensor | None = None) -> Tensor:
+        """What the part `name` is certain to keep of its part of the budget."""
+        parts = {own: (part, tokens) for own, part, tokens in self.split(int(view.budget), int(view.prefix))}
+        part, tokens = parts[name]
+        if not part.bounded:
+            return view.eligible if candidates is None else candidates
+        return part.certain(view.part(name, tokens, candidates))
+
     def check(self, budget: int, prefix: int = 0) -> None:
         super().check(budget, prefix)
         for name, part, tokens in self.split(budget, prefix):

@@ -50,6 +50,9 @@ class Cascade(Composite):
             return portion(self.to, budget)
         return max(self.to, budget) if isinstance(budget, int) else budget.clamp(min=self.to)
 
+    def certain(self, view: View) -> Tensor:
+        return self.certain_of("narrow", view) & self.certain_of("pick", view)
+
     def ranking(self, view: View) -> tuple[Tensor, ...]:
         among, tokens = view.eligible, self._narrowed(view.budget)
         if not (isinstance(tokens, int) and tokens >= view.positions.shape[-1]):

@@ -36,5 +36,8 @@ class Every(Composite):
     def protected(self, view: View) -> Tensor:
         return self.of.protected(view.part("of"))
 
+    def certain(self, view: View) -> Tensor:
+        return self.certain_of("of", view)
+
     def ranking(self, view: View) -> tuple[Tensor, ...]:
         return self.of.ranking(view.part("of"))

@@ -42,6 +42,9 @@ class Phases(Composite):
         policy, view = self._now(view)
         return policy.protected(view)
 
+    def certain(self, view: View) -> Tensor:
+        return self.certain_of("prefill", view)
+
     def ranking(self, view: View) -> tuple[Tensor, ...]:
         policy, view = self._now(view)
         return policy.ranking(view)

@@ -105,6 +105,10 @@ class Protect(Composite):
             found = found | ((view.positions >= start) & (view.positions < stop))
         return found
 
+    def certain(self, view: View) -> Tensor:
+        protected = self.protected(view)
+        return protected | self.certain_of("of", view, view.eligible & ~protected)
+
     def ranking(self, view: View) -> tuple[Tensor, ...]:
         protected = self.protected(view)
         budget = view.budget - sum(self._amounts(view.budget, view.prefix))

@@ -110,6 +110,12 @@ class Union(Composite):
         rows = largest_remainder_rows(torch.stack([left * share for share in over], -1), under)
         return [tokens + more for tokens, more in zip(fixed, rows.unbind(-1), strict=True)]
 
+    def certain(self, view: View) -> Tensor:
+        found = torch.zeros_like(view.valid)
+        for name, _ in self.children():  # what a part is certain of and an earlier one takes stays all the same
+            found = found | self.certain_of(name, view)
+        return found
+
     def ranking(self, view: View) -> tuple[Tensor, ...]:
         left, spare = view.eligible, 0
         *firsts, (last, its) = zip(self.children(), self._taken(view.budget), strict=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from itertools import product
 from math import exp
 from os import PathLike
 from pathlib import Path
@@ -20,16 +21,17 @@ from kvpolicy.evaluate import results as outcome
 from kvpolicy.evaluate.models import check_model, load_model, quiet_transformers
 from kvpolicy.evaluate.plan import Plan, Run, Target
 from kvpolicy.evaluate.results import Cell, Results
-from kvpolicy.evaluate.score import Measurement, Tape, Task, measure
+from kvpolicy.evaluate.score import Measurement, Setup, Tape, measure
 from kvpolicy.evaluate.statistics import RULE, increase_interval
+from kvpolicy.evaluate.task import Context, EvaluationTask, chosen, record, run_task
 from kvpolicy.evaluate.texts import load_text, samples
 from kvpolicy.report.progress import Progress
 
 LARGEST_BATCH = 8
 
 BUDGET_RULE = (
-    "Tokens kept in every layer, row and KV head after each step, whatever the policy; "
-    "a share is of the tokens of a sample, rounded half up, at least one."
+    "Tokens kept in every layer, row and KV head after each step, whatever the policy; where a budget is divided "
+    "over layers, their mean. A share is of the tokens of a sample, rounded half up, at least one."
 )
 PHASE = (
     "decode: the first tokens of each sample, as many as the budget holds, are fed in one call that evicts "
@@ -57,6 +59,8 @@ class Settings:
     dtype: str | None = None
     device: str | None = None
     threads: int | None = None
+    tasks: Sequence[Any] = ()
+    """Evaluation tasks to run for each cell beside: names or :class:`~kvpolicy.evaluate.task.EvaluationTask`."""
 
     def __post_init__(self) -> None:
         for name, least in {"tokens": 4, "samples": 1, "batch": 1, "threads": 1}.items():
@@ -92,10 +96,14 @@ class _Comparison:
     out: Path | None
     progress: Progress
     results: Results = field(init=False)
+    tasks: list[EvaluationTask] = field(init=False)
+    setup: Setup = field(init=False)
+    tokenizer: Any = field(init=False)
 
     def run(self, resume: bool, overwrite: bool) -> Results:
         started = perf_counter()
         plan = Plan.of(self.settings.policies, self.settings.budgets, self.settings.tokens)
+        self.tasks = chosen(self.settings.tasks, self.settings.tokens)
         text, text_record = load_text(self.settings.text)
         earlier = _earlier(self.out, resume, overwrite) if self.out is not None else None
         check_model(self.settings.model, self.settings.dtype, self.settings.device)
@@ -103,17 +111,19 @@ class _Comparison:
         if self.settings.threads:
             torch.set_num_threads(self.settings.threads)
         self.progress.stage(f"loading {self.settings.model}")
-        model, tokenizer, model_record = load_model(self.settings.model, self.settings.dtype, self.settings.device)
+        model, self.tokenizer, model_record = load_model(self.settings.model, self.settings.dtype, self.settings.device)
         _check_model_length(model, plan.length)
-        windows, positions = _windows(text, tokenizer, self.settings)
+        windows, positions = _windows(text, self.tokenizer, self.settings)
         self.results = self._head(plan, model, model_record, text_record, positions)
         if earlier is not None:
             self._take_over(earlier)
         for run in plan.runs:
-            EvictionCache(model, run.policy, budget=run.limit)  # refuses what cannot work, before any work
-        task = Task(model, torch.tensor(windows, device=model.device), plan.scored_from, self.settings.rows)
+            EvictionCache(
+                model, run.policy, run.budget, prompt_length=plan.length
+            )  # refuses what cannot work, before any work
+        self.setup = Setup(model, torch.tensor(windows, device=model.device), plan.scored_from, self.settings.rows)
         try:
-            self._measure(plan, task)
+            self._measure(plan)
         finally:
             self.progress.close()
         self.results.seconds += perf_counter() - started
@@ -140,6 +150,7 @@ class _Comparison:
             interval_rule=RULE,
             versions=outcome.versions(),
             started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            tasks={task.name: record(task) for task in self.tasks},
         )
 
     def _take_over(self, earlier: Results) -> None:
@@ -148,27 +159,55 @@ class _Comparison:
                 f"cannot resume {self.out}: its cells were measured otherwise ({'; '.join(differences)}); "
                 "use the same settings, another --out, or --overwrite"
             )
-        self.results.cells = earlier.cells
-        self.results.started = earlier.started
-        self.results.seconds = earlier.seconds
+        self.results.take(earlier)
 
-    def _measure(self, plan: Plan, task: Task) -> None:
+    def _measure(self, plan: Plan) -> None:
         full, *others = plan.runs
         pending = [run for run in others if not self._finished(run)]
-        if not pending and self._finished(full):
+        scored = [full, *pending] if pending or not self._finished(full) else []
+        runs = [run for run in plan.runs if run in scored or not self._examined(run)]
+        if not runs:
             return
         self._save()
-        self.progress.start(len(pending) + 1, task.windows.numel() - len(task.windows))
-        with _tape(self.out, task) as tape:
+        windows = self.setup.windows
+        self.progress.start(len(runs), len(scored) * (windows.numel() - len(windows)))
+        with _tape(self.out, self.setup) as tape:
             baseline = None
-            for run in [full, *pending]:
+            for run in runs:
+                started = perf_counter()
                 self.progress.begin(run.label)
-                found = measure(task, run.policy, run.limit, tape, self.progress.advance)
-                baseline = baseline or found
-                for target in run.targets:
-                    self._put(self._cell(run, target, found, baseline))
-                self._save()
-                self.progress.finish(run.label, found.seconds, exp(mean(found.sample_nll)))
+                if run in scored:
+                    found = measure(self.setup, run.policy, run.budget, tape, self.progress.advance)
+                    baseline = baseline or found
+                    for target in run.targets:
+                        self._put(self._cell(run, target, found, baseline))
+                    self._save()
+                self._examine(run)
+                self.progress.finish(
+                    run.label, perf_counter() - started, self._found(run.name, run.targets[0]).perplexity
+                )
+
+    def _examine(self, run: Run) -> None:
+        """Run the tasks that cells of `run` have no numbers of yet; after each one they are on disk."""
+        for task, targets in product(self.tasks, run.alike()):
+            cells = [self._found(run.name, target) for target in targets]
+            if all(task.name in cell.tasks for cell in cells):
+                continue
+            self.progress.task(task.name)
+            budget = targets[0].budget if run.policy.bounded else None
+            context = Context(
+                model=self.setup.model,
+                tokenizer=self.tokenizer,
+                policy=run.policy,
+                budget=budget,
+                samples=self.setup.windows,
+                batch=self.setup.batch,
+                seed=self.settings.seed,
+            )
+            numbers = run_task(task, context, run.name if budget is None else f"{run.name} {targets[0]}")
+            for cell in cells:
+                cell.tasks[task.name] = numbers
+            self._save()
 
     def _cell(self, run: Run, target: Target, found: Measurement, baseline: Measurement) -> Cell:
         differences = [mine - full for mine, full in zip(found.sample_nll, baseline.sample_nll, strict=True)]
@@ -177,9 +216,10 @@ class _Comparison:
         return Cell(
             policy=run.name,
             config=run.policy.model_dump(mode="json"),
-            budget=target.budget.amount,
+            budget=target.given,
             budget_tokens=target.tokens,
             kept_tokens=found.kept,
+            mean_kept_tokens=found.mean_kept,
             evictions=evictions,
             perplexity=exp(mean(found.sample_nll)),
             perplexity_increase=exp(mean(differences)) - 1,
@@ -192,21 +232,29 @@ class _Comparison:
             scored_tokens=found.scored,
             sample_perplexities=[exp(nll) for nll in found.sample_nll],
             seconds=found.seconds,
-            notes=["nothing was evicted"] if run.policy.bounded and not evictions else [],
+            notes=list(_notes(run, found)),
         )
 
     def _put(self, cell: Cell) -> None:
-        """Add `cell`, in place of one with the same name."""
-        names = [_name(other) for other in self.results.cells]
-        if _name(cell) in names:
-            self.results.cells[names.index(_name(cell))] = cell
-        else:
-            self.results.cells.append(cell)
+        """Add `cell`, in place of one with the same name; if that was of the same policy, its tasks are kept."""
+        for index, other in enumerate(self.results.cells):
+            if _name(other) == _name(cell):
+                cell.tasks = other.tasks if other.config == cell.config else {}
+                self.results.cells[index] = cell
+                return
+        self.results.cells.append(cell)
+
+    def _found(self, name: str, target: Target) -> Cell:
+        return next(cell for cell in self.results.cells if _name(cell) == (name, str(target.given)))
 
     def _finished(self, run: Run) -> bool:
         config = run.policy.model_dump(mode="json")
         found = {_name(cell) for cell in self.results.cells if cell.config == config}
-        return all((run.name, str(target.budget)) in found for target in run.targets)
+        return all((run.name, str(target.given)) in found for target in run.targets)
+
+    def _examined(self, run: Run) -> bool:
+        cells = [self._found(run.name, target) for target in run.targets]
+        return all(task.name in cell.tasks for task in self.tasks for cell in cells)
 
     def _save(self) -> None:
         if self.out is not None:
@@ -215,6 +263,15 @@ class _Comparison:
 
 def _name(cell: Cell) -> tuple[str, str]:
     return cell.policy, str(cell.budget)  # as text: 1 is a token, 1.0 everything
+
+
+def _notes(run: Run, found: Measurement) -> Iterator[str]:
+    if run.budget is None:
+        return
+    if found.fewest == found.seen:
+        yield "nothing was evicted"
+    if run.budget.heads is not None and not run.policy.room(decoding=True):
+        yield "all heads kept the same, as they are divided where a prompt is cut and here tokens come one by one"
 
 
 def _earlier(out: Path, resume: bool, overwrite: bool) -> Results | None:
@@ -262,11 +319,11 @@ def _start_of(tokenizer: Any) -> list[int]:
     return list(with_special[: with_special.index(plain[0])]) if plain and plain[0] in with_special else []
 
 
-def _tape(out: Path | None, task: Task) -> Any:
+def _tape(out: Path | None, setup: Setup) -> Any:
     from contextlib import closing
     from tempfile import gettempdir
 
-    return closing(Tape(out or Path(gettempdir()), task.scored))
+    return closing(Tape(out or Path(gettempdir()), setup.scored))
 
 
 def _device_name(device: torch.device) -> str:

@@ -17,6 +17,7 @@ from kvpolicy.errors import EvaluationError
 from kvpolicy.evaluate import packaged
 
 DTYPES = ("float32", "bfloat16", "float16")
+_FAILURES = (OSError, ValueError, KeyError, ImportError, RuntimeError)
 
 
 def load_model(spec: str, dtype: str | None = None, device: str | None = None) -> tuple[Any, Any, dict[str, Any]]:
@@ -35,7 +36,7 @@ def load_model(spec: str, dtype: str | None = None, device: str | None = None) -
         try:
             tokenizer = AutoTokenizer.from_pretrained(source, **options)
             model = AutoModelForCausalLM.from_pretrained(source, dtype=_dtype(dtype), **options)
-        except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        except _FAILURES as error:
             raise EvaluationError(f"cannot load model {spec!r}: {first_line(error)}") from error
     model = model.to(device or "cpu").eval()
     record = {
@@ -49,6 +50,19 @@ def load_model(spec: str, dtype: str | None = None, device: str | None = None) -
     if record.get("revision", "") is None:
         record["revision"] = getattr(model.config, "_commit_hash", None)
     return model, tokenizer, record
+
+
+def load_config(spec: str) -> Any:
+    """The config of the model, without its weights."""
+    check_model(spec)
+    source, options, _ = _locate(spec)
+    with quiet_transformers():
+        from transformers import AutoConfig
+
+        try:
+            return AutoConfig.from_pretrained(source, **options)
+        except _FAILURES as error:
+            raise EvaluationError(f"cannot load the config of model {spec!r}: {first_line(error)}") from error
 
 
 def check_model(spec: str, dtype: str | None = None, device: str | None = None) -> None:

@@ -15,12 +15,38 @@ from kvpolicy.policy import EvictionPolicy
 BASELINE = "full"
 
 
+def given_text(given: int | float | dict[str, Any]) -> str:
+    """A budget as one would write it, in one line: ``0.25``, ``0.25 (min 64, layers pyramid)``."""
+    if not isinstance(given, dict):
+        return str(given)
+    amount, *others = given.items()
+    return f"{amount[1]} ({', '.join(f'{name} {_short(value)}' for name, value in others)})"
+
+
+def _short(value: Any) -> str:
+    if not isinstance(value, dict):
+        return str(value)
+    return " ".join([value["kind"], *(f"{name}={option}" for name, option in value.items() if name != "kind")])
+
+
 @dataclass(frozen=True)
 class Target:
     """One budget, as given and in tokens."""
 
     budget: Budget
     tokens: int
+
+    @property
+    def given(self) -> int | float | dict[str, Any]:
+        """The budget as one would write it: a number, or a mapping where there is more to say."""
+        options = self.budget.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+        for name in options.keys() & {"layers", "heads"}:
+            allocator = getattr(self.budget, name)
+            options[name] = {"kind": allocator.kind, **allocator.model_dump(mode="json", exclude_defaults=True)}
+        return self.budget.amount if len(options) == 1 else options
+
+    def __str__(self) -> str:
+        return given_text(self.given)
 
 
 @dataclass(frozen=True)
@@ -32,14 +58,18 @@ class Run:
     targets: tuple[Target, ...]
 
     @property
-    def limit(self) -> int | None:
-        """The budget to run under, in tokens."""
-        return self.targets[0].tokens if self.policy.bounded else None
+    def budget(self) -> Budget | None:
+        """The budget to run under."""
+        return self.targets[0].budget if self.policy.bounded else None
 
     @property
     def label(self) -> str:
         """For people."""
-        return f"{self.name} {self.targets[0].budget}" if self.policy.bounded else self.name
+        return f"{self.name} {self.targets[0]}" if self.policy.bounded else self.name
+
+    def alike(self) -> list[tuple[Target, ...]]:
+        """The budgets that nothing can tell apart: a share of a sample is another one of some other prompt."""
+        return [(target,) for target in self.targets] if self.policy.bounded else [self.targets]
 
 
 @dataclass(frozen=True)
@@ -68,24 +98,24 @@ class Plan:
                 if name != BASELINE:
                     runs.append(Run(name, config.policy, targets[name]))
                 continue
-            for tokens, same in _by_tokens(targets[name]).items():
-                config.policy.check(tokens)
-                runs.append(Run(name, config.policy, tuple(same)))
+            for same in _alike(targets[name]):
+                config.policy.check(same[0].tokens)
+                runs.append(Run(name, config.policy, same))
         largest = max((target for run in runs for target in run.targets), key=lambda target: target.tokens)
         if largest.tokens + 2 >= length:
             raise EvaluationError(
-                f"a budget of {largest.budget} ({largest.tokens} tokens) leaves nothing to score "
+                f"a budget of {largest} ({largest.tokens} tokens) leaves nothing to score "
                 f"in samples of {length} tokens: lower --budgets or raise --tokens"
             )
         return cls(tuple(runs), length, largest.tokens + 2)
 
 
 def _named(policies: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Names and sources, each once; ``all`` is everything installed."""
+    """Names and sources, each once; ``all`` is everything installed that needs no options."""
     named: dict[str, Any] = {}
     for policy in policies:
         if policy == "all":
-            named.update((kind, kind) for kind in sorted(registry().policies))
+            named.update((kind, kind) for kind, found in sorted(registry().policies.items()) if _is_complete(found))
         elif isinstance(policy, EvictionPolicy):
             options = policy.model_dump(exclude={"kind"}, exclude_defaults=True)
             named[" ".join([policy.kind, *(f"{key}={value}" for key, value in options.items())])] = policy
@@ -96,6 +126,11 @@ def _named(policies: Sequence[Any]) -> list[tuple[str, Any]]:
     return list(named.items())
 
 
+def _is_complete(policy: type[EvictionPolicy]) -> bool:
+    """Whether its kind alone says what it does."""
+    return not any(option.is_required() for option in policy.model_fields.values())
+
+
 def _targets(name: str, given: list[Budget], own: Budget | None, length: int) -> tuple[Target, ...]:
     """The budgets of the command, or else the one in the policy's file."""
     budgets = given or ([own] if own is not None else [])
@@ -104,12 +139,15 @@ def _targets(name: str, given: list[Budget], own: Budget | None, length: int) ->
     return tuple(Target(budget, budget.resolve(length)) for budget in budgets)
 
 
-def _by_tokens(targets: Iterable[Target]) -> dict[int, list[Target]]:
-    """What comes to the same number of tokens is measured once."""
-    found: dict[int, list[Target]] = {}
+def _alike(targets: Iterable[Target]) -> list[tuple[Target, ...]]:
+    """What comes to the same tokens in a sample, divided in the same way, is measured once."""
+    found: dict[Budget, list[Target]] = {}
     for target in targets:
-        found.setdefault(target.tokens, []).append(target)
-    return found
+        budget = target.budget
+        if not budget.grows:
+            budget = Budget(tokens=target.tokens, layers=budget.layers, heads=budget.heads)
+        found.setdefault(budget, []).append(target)
+    return [tuple(same) for same in found.values()]
 
 
 def _union(targets: Iterable[tuple[Target, ...]]) -> tuple[Target, ...]:

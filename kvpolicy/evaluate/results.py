@@ -8,7 +8,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,14 @@ class Cell:
     policy: str
     """As it was named: a kind or a file."""
     config: dict[str, Any]
-    budget: int | float
-    """As it was given: tokens (``int``) or a share of each sample (``float``)."""
+    budget: int | float | dict[str, Any]
+    """As it was given: tokens (``int``), a share (``float``), or a mapping where there is more to say."""
     budget_tokens: int
+    """The mean over layers and heads that this comes to for a sample."""
     kept_tokens: int
     """The most that any layer, row and head held at the end."""
+    mean_kept_tokens: float
+    """The mean of all of them."""
     evictions: int
     """Tokens seen less `kept_tokens`: how many every head gave up at least."""
     perplexity: float
@@ -54,6 +57,8 @@ class Cell:
     sample_perplexities: list[float]
     seconds: float
     notes: list[str] = field(default_factory=list)
+    tasks: dict[str, dict[str, float]] = field(default_factory=dict)
+    """What each task found, by metric."""
 
 
 @dataclass
@@ -74,6 +79,8 @@ class Results:
     started: str
     seconds: float = 0.0
     kvpolicy: str = __version__
+    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What each task is about: its options, and for each metric meaning, unit and which values are better."""
     cells: list[Cell] = field(default_factory=list)
 
     def save(self, folder: Path) -> None:
@@ -96,6 +103,17 @@ class Results:
                 f"{path} cannot be read as results of this version ({type(error).__name__}); "
                 "use another --out, or --overwrite"
             ) from error
+
+    def take(self, earlier: Results) -> None:
+        """Go on from `earlier`. What a task found there is dropped if it is asked for and now another one."""
+        changed = {name for name, task in self.tasks.items() if earlier.tasks.get(name, task) != task}
+        self.tasks = {**earlier.tasks, **self.tasks}
+        self.cells = [
+            replace(cell, tasks={name: found for name, found in cell.tasks.items() if name not in changed})
+            for cell in earlier.cells
+        ]
+        self.started = earlier.started
+        self.seconds = earlier.seconds
 
     def differences(self, other: Results) -> list[str]:
         """How the settings of `other` differ, as ``name: mine -> theirs``; none where cells can be mixed."""

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import kl_div
 
-from kvpolicy.cache import EvictionCache
+from kvpolicy.budget import Budget
+from kvpolicy.cache import UNBOUNDED, EvictionCache
 from kvpolicy.errors import EvaluationError
 from kvpolicy.evaluate.models import cache_argument, last_logits_only
 from kvpolicy.policy import EvictionPolicy
@@ -77,12 +78,16 @@ class Measurement:
     seconds: float = 0.0
     cache_bytes: int = 0
     kept: int = 0
+    """The most that any layer, row and head held at the end."""
+    fewest: int = 2**31
+    """The fewest."""
+    mean_kept: float = 0.0
     seen: int = 0
 
 
 @dataclass(frozen=True)
-class Task:
-    """The tokens that every run of a comparison is scored on."""
+class Setup:
+    """What all runs of a comparison have in common: the model, the tokens, and which of them are scored."""
 
     model: Any
     windows: Tensor
@@ -91,37 +96,45 @@ class Task:
     batch: int
 
     @property
+    def length(self) -> int:
+        """Tokens of a sample."""
+        return self.windows.shape[1]
+
+    @property
     def scored(self) -> int:
         """Scored tokens of all samples."""
-        return self.windows.shape[0] * (self.windows.shape[1] - self.scored_from)
+        return len(self.windows) * (self.length - self.scored_from)
 
 
 @torch.inference_mode()
 def measure(
-    task: Task,
+    setup: Setup,
     policy: EvictionPolicy,
-    limit: int | None,
+    budget: Budget | None,
     tape: Tape,
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> Measurement:
-    """Run `policy` under `limit` tokens over all samples. The first run through a tape is the reference."""
+    """Run `policy` under `budget` over all samples. The first run through a tape is the reference."""
     started = perf_counter()
     found = Measurement()
     tape.rewind()
-    first = task.scored_from - 1 if limit is None else min(limit, task.scored_from - 1)
-    for rows in task.windows.split(task.batch):
-        cache = EvictionCache(task.model, policy, budget=limit)
+    for rows in setup.windows.split(setup.batch):
+        cache = EvictionCache(setup.model, policy, budget, prompt_length=setup.length)
+        first = min(_without_eviction(cache), setup.scored_from - 1)
         losses = torch.zeros(len(rows), dtype=torch.float64)
-        for index, logits, seconds in decode(task.model, cache, rows, first):
-            if index >= task.scored_from:
+        for index, logits, seconds in decode(setup.model, cache, rows, first):
+            if index >= setup.scored_from:
                 losses += _score(logits, rows[:, index], tape, found).double().cpu()
                 found.decode_seconds += seconds
                 found.decode_calls += 1
             advance(len(rows) * (first if index == first else 1))
-        _check_finite(losses, policy, limit, task.model)
-        found.sample_nll += (losses / (rows.shape[1] - task.scored_from)).tolist()
+        _check_finite(losses, policy, budget, setup.model)
+        found.sample_nll += (losses / (setup.length - setup.scored_from)).tolist()
         found.cache_bytes = max(found.cache_bytes, cache.nbytes())
-        found.kept = max(found.kept, *(int(cache.kept(layer).max()) for layer in range(len(cache.layers))))
+        kept = torch.cat([cache.kept(layer).flatten().cpu() for layer in range(len(cache.layers))]).double()
+        found.kept = max(found.kept, int(kept.max()))
+        found.fewest = min(found.fewest, int(kept.min()))
+        found.mean_kept += float(kept.mean()) * len(rows) / len(setup.windows)
         found.seen = int(cache.get_seq_length())
     tape.complete = True
     found.seconds = perf_counter() - started
@@ -145,6 +158,12 @@ def decode(model: Any, cache: Any, rows: Tensor, first: int) -> Iterator[tuple[i
         yield fed, logits.float(), seconds
 
 
+def _without_eviction(cache: EvictionCache) -> int:
+    """How many tokens can be fed before any layer evicts."""
+    budgets = [pool.budget for pool in cache.layers if pool.budget is not None and pool.policy.bounded]
+    return min((budget.resolve(1) for budget in budgets), default=UNBOUNDED)
+
+
 def _score(logits: Tensor, targets: Tensor, tape: Tape, found: Measurement) -> Tensor:
     """Negative log-likelihoods of `targets`; divergence and agreement are added to `found`."""
     log_probs = logits.log_softmax(-1)
@@ -160,9 +179,9 @@ def _score(logits: Tensor, targets: Tensor, tape: Tape, found: Measurement) -> T
     return -log_probs.gather(-1, targets[:, None])[:, 0]
 
 
-def _check_finite(losses: Tensor, policy: EvictionPolicy, limit: int | None, model: Any) -> None:
+def _check_finite(losses: Tensor, policy: EvictionPolicy, budget: Budget | None, model: Any) -> None:
     if not losses.isfinite().all():
-        under = "" if limit is None else f" with a budget of {limit} tokens"
+        under = "" if budget is None else f" with a budget of {budget}"
         dtype = str(model.dtype).removeprefix("torch.")
         raise EvaluationError(f"{policy.kind}{under}: predictions are not finite in {dtype}; try --dtype float32")
 

@@ -9,10 +9,10 @@ from itertools import groupby
 from math import log10
 from typing import Any
 
-from kvpolicy.evaluate.plan import BASELINE
+from kvpolicy.evaluate.plan import BASELINE, given_text
 from kvpolicy.evaluate.results import Cell, Results
 from kvpolicy.report import plot
-from kvpolicy.report.rows import COLUMNS, interval_text, ordered, percent, size, table_rows
+from kvpolicy.report.rows import TaskMetric, columns, interval_text, ordered, percent, size, table_rows, task_metrics
 
 _INCREASES = [
     0,
@@ -85,7 +85,7 @@ def report(results: Results) -> str:
 <h2>All numbers</h2>
 {_table(results)}
 <h2>How to read this</h2>
-{_list(READING)}
+{_list(READING + _about_tasks(results))}
 <h2>What this does not show</h2>
 {_list(LIMITS)}
 <h2>Where the numbers come from</h2>
@@ -97,8 +97,16 @@ def report(results: Results) -> str:
 """
 
 
+def _about_tasks(results: Results) -> list[str]:
+    texts = []
+    for task, record in results.tasks.items():
+        metrics = "; ".join(f"{m.name} is {m.about()}" for m in task_metrics(results) if m.task == task)
+        texts.append(f"<b>{escape(task)}</b>: {escape(record['about'])} {escape(metrics)}.")
+    return texts
+
+
 def _notes(results: Results) -> str:
-    notes = [f"{cell.policy} {cell.budget}: {note}." for cell in ordered(results) for note in cell.notes]
+    notes = [f"{cell.policy} {given_text(cell.budget)}: {note}." for cell in ordered(results) for note in cell.notes]
     if results.samples["count"] == 1:
         notes.append("One sample gives no interval: differences may be chance.")
     return "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
@@ -108,34 +116,9 @@ def _plots(results: Results) -> str:
     full, *cells = ordered(results)
     if not cells:
         return "<p>No policy has been measured yet, only the full cache.</p>"
-    names = list(dict.fromkeys(cell.policy for cell in cells))
-    x = plot.budgets_scale([cell.budget_tokens for cell in cells])
-
-    def draw(
-        title: str,
-        y_label: str,
-        value: Callable[[Cell], float],
-        text: Callable[[Cell], str],
-        scale: Callable[[Sequence[float]], plot.Scale],
-        interval: Callable[[Cell], tuple[float, float] | None] = lambda cell: None,
-        baseline: bool = True,
-    ) -> str:
-        def point(cell: Cell) -> plot.Point:
-            low, high = interval(cell) or (None, None)
-            title = f"{cell.policy}, {cell.budget_tokens} tokens: {text(cell)}"
-            return plot.Point(cell.budget_tokens, value(cell), title, low, high)
-
-        series = [
-            plot.Series(style, [point(cell) for cell in cells if cell.policy == name])
-            for style, name in enumerate(names)
-        ]
-        flat = plot.Point(0, value(full), f"{BASELINE}: {text(full)}") if baseline else None
-        points = [p for one in series for p in one.points] + ([flat] if flat else [])
-        heights = [h for p in points for h in (p.y, p.low, p.high) if h is not None]
-        return plot.chart(title, y_label, series, x, scale(heights), flat)
-
-    charts = [
-        draw(
+    charts = _Charts(full, cells)
+    drawn = [
+        charts.draw(
             "Perplexity increase",
             "over the full cache",
             lambda cell: cell.perplexity_increase,
@@ -143,22 +126,22 @@ def _plots(results: Results) -> str:
             _increase_scale,
             lambda cell: cell.interval if cell.policy != BASELINE else None,
         ),
-        draw(
+        charts.draw(
             "KL divergence from the full cache",
             "nats per token",
-            lambda cell: cell.kl,
+            lambda cell: cell.kl if cell.policy != BASELINE else None,
             lambda cell: f"{cell.kl:.4f} nats, same top token {100 * cell.agreement:.1f} %",
             lambda values: plot.logarithmic(values, "{:g}".format),
-            baseline=False,
         ),
-        draw(
+        *(charts.of_task(metric) for metric in task_metrics(results) if metric.leading),
+        charts.draw(
             "Decoding speed",
             f"tokens per second, batch {results.batch}",
             lambda cell: cell.tokens_per_second,
             lambda cell: f"{cell.tokens_per_second:.1f} tokens/s",
             lambda values: plot.linear(values, "{:g}".format),
         ),
-        draw(
+        charts.draw(
             "Cache size",
             f"bytes, batch {results.batch}",
             lambda cell: cell.cache_bytes,
@@ -166,9 +149,60 @@ def _plots(results: Results) -> str:
             lambda values: plot.linear(values, size),
         ),
     ]
-    legend = [f"<li>{plot.marker(style)}{escape(name)}</li>" for style, name in enumerate(names)]
+    legend = [f"<li>{plot.marker(style)}{escape(name)}</li>" for style, name in enumerate(charts.names)]
     legend.append(f"<li>{plot.flat_marker()}{BASELINE} cache</li>")
-    return f'<ul class="legend">{"".join(legend)}</ul>\n<div class="plots">{"".join(charts)}</div>'
+    return f'<ul class="legend">{"".join(legend)}</ul>\n<div class="plots">{"".join(drawn)}</div>'
+
+
+class _Charts:
+    """Draws numbers of cells over their budgets: a line for each policy, and one all across for the full cache."""
+
+    def __init__(self, full: Cell, cells: Sequence[Cell]) -> None:
+        self.full = full
+        self.cells = cells
+        self.names = list(dict.fromkeys(cell.policy for cell in cells))
+        self.budgets = plot.budgets_scale([cell.budget_tokens for cell in cells])
+
+    def draw(
+        self,
+        title: str,
+        y_label: str,
+        value: Callable[[Cell], float | None],
+        text: Callable[[Cell], str],
+        scale: Callable[[Sequence[float]], plot.Scale],
+        interval: Callable[[Cell], tuple[float, float] | None] = lambda cell: None,
+    ) -> str:
+        """A chart of the cells that have a value; nothing where none has."""
+
+        def points(cells: Iterable[Cell]) -> list[plot.Point]:
+            found = []
+            for cell in cells:
+                if (number := value(cell)) is not None:
+                    label = f"{cell.policy}, {cell.budget_tokens} tokens: {text(cell)}"
+                    found.append(plot.Point(cell.budget_tokens, number, label, *(interval(cell) or ())))
+            return found
+
+        lines = [points(cell for cell in self.cells if cell.policy == name) for name in self.names]
+        series = [plot.Series(style, line) for style, line in enumerate(lines) if line]
+        flat = value(self.full)
+        across = None if flat is None else plot.Point(0, flat, f"{BASELINE}: {text(self.full)}")
+        drawn = [point for one in series for point in one.points] + ([across] if across else [])
+        heights = [height for point in drawn for height in (point.y, point.low, point.high) if height is not None]
+        return plot.chart(title, y_label, series, self.budgets, scale(heights), across) if heights else ""
+
+    def of_task(self, metric: TaskMetric) -> str:
+        """A chart of a task's numbers, from zero; nothing where some are below."""
+        found = [number for cell in (self.full, *self.cells) if (number := metric.found(cell)) is not None]
+        if min(found, default=-1) < 0:
+            return ""
+        title = f"{metric.task}: {metric.name}"
+        return self.draw(
+            title[:1].upper() + title[1:],
+            f"{metric.better} is better" if metric.better else metric.unit,
+            metric.found,
+            lambda cell: metric.text(metric.found(cell)),
+            lambda values: plot.linear(values, metric.text),
+        )
 
 
 def _increase_scale(values: Sequence[float]) -> plot.Scale:
@@ -177,7 +211,7 @@ def _increase_scale(values: Sequence[float]) -> plot.Scale:
 
 
 def _table(results: Results) -> str:
-    head = "".join(f'<th scope="col" title="{escape(c.meaning)}">{escape(c.name)}</th>' for c in COLUMNS)
+    head = "".join(f'<th scope="col" title="{escape(c.meaning)}">{escape(c.name)}</th>' for c in columns(results))
     groups = []
     for _, rows in groupby(table_rows(results), key=lambda row: row[0]):
         lines = ("<tr>" + "".join(f"<td>{escape(text)}</td>" for text in row) + "</tr>" for row in rows)
@@ -198,11 +232,12 @@ def _provenance(results: Results) -> str:
         "budget": results.budget_rule,
         "phase": results.phase,
         "interval": results.interval_rule,
+        "tasks": "; ".join(" ".join([name, _facts(task["options"])]).strip() for name, task in results.tasks.items()),
         "machine": f"{results.device}, {results.threads} threads, {results.batch} samples in a batch",
         "versions": _facts(results.versions),
         "measured": f"{results.started}, {results.seconds:.0f} s in all",
     }
-    return "<dl>" + "".join(f"<dt>{escape(k)}</dt><dd>{escape(str(v))}</dd>" for k, v in facts.items()) + "</dl>"
+    return "<dl>" + "".join(f"<dt>{escape(k)}</dt><dd>{escape(str(v))}</dd>" for k, v in facts.items() if v) + "</dl>"
 
 
 def _facts(record: dict[str, Any]) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import groupby
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from rich.text import Text
 
 from kvpolicy.cache import EvictionCache
 from kvpolicy.evaluate.generate import Written
+from kvpolicy.explain import runs
 
 BAR = 20
 
@@ -39,11 +39,12 @@ def survivors(cache: EvictionCache, seen: int) -> torch.Tensor:
 
 def ranges(positions: list[int]) -> str:
     """``0-3 7 9-12`` for people."""
-    runs = []
-    for _, run in groupby(enumerate(positions), key=lambda pair: pair[1] - pair[0]):
-        members = [position for _, position in run]
-        runs.append(f"{members[0]}-{members[-1]}" if len(members) > 1 else str(members[0]))
-    return " ".join(runs)
+    return runs_text(runs(positions))
+
+
+def runs_text(runs: Iterable[tuple[int, int]]) -> str:
+    """The same from first and last of each run."""
+    return " ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def _tokens_table(tokens: list[str], counts: list[int], places: int) -> Table:

@@ -13,13 +13,16 @@ class Progress:
         """Something begins that has no measure, like loading a model."""
 
     def start(self, runs: int, tokens: int) -> None:
-        """`runs` runs of `tokens` tokens each are about to begin."""
+        """`runs` runs that feed `tokens` tokens together are about to begin."""
 
     def begin(self, label: str) -> None:
         """A run begins."""
 
     def advance(self, tokens: int) -> None:
         """A run has fed more tokens."""
+
+    def task(self, name: str) -> None:
+        """The run has fed all its tokens and goes on with a task."""
 
     def finish(self, label: str, seconds: float, perplexity: float) -> None:
         """A run is finished, and on disk."""
@@ -73,13 +76,20 @@ class Bar(Progress):
             console=self._console,
             transient=True,
         )
-        self._task = self._bar.add_task("", total=runs * tokens)
+        self._task = self._bar.add_task("", total=tokens)
         self._bar.start()
 
     def begin(self, label: str) -> None:
+        self._label = label
+        self._describe(label)
+
+    def task(self, name: str) -> None:
+        self._describe(f"{self._label}, {name}")
+
+    def _describe(self, text: str) -> None:
         from rich.markup import escape
 
-        self._bar.update(self._task, description=escape(f"[{self._done + 1}/{self._runs}] {label}"))
+        self._bar.update(self._task, description=escape(f"[{self._done + 1}/{self._runs}] {text}"))
 
     def advance(self, tokens: int) -> None:
         self._bar.advance(self._task, tokens)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvpolicy.evaluate.plan import BASELINE
+from kvpolicy.evaluate.plan import BASELINE, given_text
 from kvpolicy.evaluate.results import Cell, Results
+
+LEAST = 5
+"""What can be spared first."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A heading, what it means, and the text of a cell beside the full cache's."""
+    """A heading (in several lines, if it has some), what it means, and the text of a cell beside the full cache's."""
 
     name: str
     meaning: str
@@ -30,9 +33,62 @@ def ordered(results: Results) -> list[Cell]:
 
 
 def table_rows(results: Results) -> list[list[str]]:
-    """One list of texts per row, in the order of :data:`COLUMNS`."""
-    cells = ordered(results)
-    return [[column.text(cell, cells[0]) for column in COLUMNS] for cell in cells]
+    """One list of texts per row, in the order of :func:`columns`."""
+    cells, shown = ordered(results), columns(results)
+    return [[column.text(cell, cells[0]) for column in shown] for cell in cells]
+
+
+def columns(results: Results) -> list[Column]:
+    """Those that every comparison has, and one for each metric of its tasks."""
+    return [*COLUMNS, *(metric.column() for metric in task_metrics(results))]
+
+
+@dataclass(frozen=True)
+class TaskMetric:
+    """A metric of a task, as results record it."""
+
+    task: str
+    name: str
+    meaning: str
+    unit: str
+    better: str | None
+    leading: bool
+    """Whether it is the first of its task."""
+
+    def found(self, cell: Cell) -> float | None:
+        """The number of `cell`, if it has one yet."""
+        return cell.tasks.get(self.task, {}).get(self.name)
+
+    def text(self, number: float | None) -> str:
+        """A number with its unit."""
+        if number is None:
+            return "–"
+        if self.unit == "share":
+            return f"{100 * number:.1f} %"
+        text = f"{number:,.0f}" if number == int(number) else f"{number:.4g}"
+        return f"{text} {self.unit}".rstrip()
+
+    def about(self) -> str:
+        """What it means, and which values are good."""
+        return f"{self.meaning}; {self.better} is better" if self.better else self.meaning
+
+    def column(self) -> Column:
+        """The column that shows it."""
+        return Column(
+            f"{self.task}\n{self.name}",
+            self.about(),
+            lambda cell, full: self.text(self.found(cell)),
+            spare=0 if self.leading else LEAST,
+        )
+
+
+def task_metrics(results: Results) -> list[TaskMetric]:
+    """All metrics of all tasks, in the order they were asked for."""
+    return [
+        TaskMetric(task, name, metric["meaning"], metric["unit"], metric["better"], leading=not index)
+        for task, record in results.tasks.items()
+        for index, (name, metric) in enumerate(record["metrics"].items())
+    ]
 
 
 def percent(share: float, digits: int = 1) -> str:
@@ -55,7 +111,7 @@ def budget_text(cell: Cell) -> str:
     """A budget as given, and in tokens where that is something else."""
     if cell.policy == BASELINE:
         return "–"
-    given = str(cell.budget)
+    given = given_text(cell.budget)
     return given if isinstance(cell.budget, int) else f"{given} = {cell.budget_tokens}"
 
 

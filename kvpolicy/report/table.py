@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 
 from kvpolicy.evaluate.results import Results
-from kvpolicy.report.rows import COLUMNS, ordered, table_rows
+from kvpolicy.report.rows import Column, columns, ordered, table_rows
 
 WIDTH = 128
 """Of the table where the output is not a terminal."""
@@ -17,31 +17,32 @@ WIDTH = 128
 def results_table(results: Results, width: int = WIDTH) -> Table:
     """The full cache first, then policies by budget; a gap between policies. Fits into `width` if it can."""
     rows = table_rows(results)
-    shown = _fitting(rows, width)
+    found = columns(results)
+    shown = _fitting(found, rows, width)
     table = Table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
-        padding=(0, 1 if len(shown) == len(COLUMNS) else 0),
+        padding=(0, 1 if len(shown) == len(found) else 0),
         collapse_padding=True,
         caption=caption(results),
         caption_justify="left",
     )
     for index in shown:
-        column = COLUMNS[index]
+        column = found[index]
         table.add_column(column.name, justify="right" if column.numeric else "left", overflow="fold")
     for row, following in zip_longest(rows, rows[1:]):
         table.add_row(*(row[index] for index in shown), end_section=following is None or following[0] != row[0])
     return table
 
 
-def _fitting(rows: list[list[str]], width: int) -> list[int]:
+def _fitting(columns: list[Column], rows: list[list[str]], width: int) -> list[int]:
     """Which columns to show: what can be spared goes first."""
-    headed = [[column.name for column in COLUMNS], *rows]
-    widths = [max(map(len, texts)) for texts in zip(*headed, strict=True)]
-    shown = list(range(len(COLUMNS)))
+    headed = [[column.name for column in columns], *rows]
+    widths = [max(len(line) for text in texts for line in text.split("\n")) for texts in zip(*headed, strict=True)]
+    shown = list(range(len(columns)))
     while sum(widths[index] + 2 for index in shown) > width:
-        spare = max(shown, key=lambda index: COLUMNS[index].spare)
-        if not COLUMNS[spare].spare:
+        spare = max(shown, key=lambda index: columns[index].spare)
+        if not columns[spare].spare:
             break
         shown.remove(spare)
     return shown

@@ -79,6 +79,9 @@ class Watched(EvictionPolicy):
     def children(self) -> Iterator[tuple[str, EvictionPolicy]]:
         return self.of.children()
 
+    def certain(self, view: View) -> Tensor:
+        return self.of.certain(view)
+
     def observe(self, view: View) -> Mapping[str, Tensor]:
         return self._spy.observe(self.of, view)
 

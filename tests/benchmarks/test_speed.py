@@ -90,7 +90,7 @@ def test_decode_step_of_a_composition_of_depth_three(rows: int, kept: int, model
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_decode_step_of_ragged_heads(rows: int, model: Any, against: Any) -> None:
-    """What heads of different lengths cost in time: H2O with its budget divided adaptively, over H2O with equal heads."""
+    """What heads of different lengths cost: H2O with its budget divided adaptively, over H2O with equal heads."""
     divided = {"tokens": KEPT, "heads": {"kind": "adaptive", "alpha": 0.2}}
     ours = filled(model, EvictionCache(model, "h2o", budget=divided), prompt(rows, KEPT + 200), KEPT + 200)
     equal = filled(model, EvictionCache(model, "h2o", budget=KEPT), prompt(rows, KEPT + 200), KEPT + 200)

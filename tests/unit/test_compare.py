@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from kvpolicy import EvictionCache
+from kvpolicy.config import load
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.evaluate.compare import Settings, compare
 from kvpolicy.evaluate.models import load_model
-from kvpolicy.evaluate.plan import Plan
+from kvpolicy.evaluate.plan import Plan, given_text
 from kvpolicy.evaluate.results import Results
 from kvpolicy.evaluate.statistics import increase_interval, t_quantile
 from kvpolicy.evaluate.texts import load_text, samples
@@ -59,11 +60,11 @@ def cells(results):
     return {(cell.policy, cell.budget): cell for cell in results.cells}
 
 
-def log_probs_by_hand(model, windows, policy, budget):
+def log_probs_by_hand(model, windows, policy, budget, **options):
     """A sample at a time, a token at a time, from the very first."""
     found = []
     for window in windows:
-        cache = EvictionCache(model, policy, budget=budget)
+        cache = EvictionCache(model, policy, budget, **options)
         with torch.no_grad():
             steps = [
                 model(torch.tensor([[token]]), **tiny.cache_argument(cache)).logits[0, -1] for token in window[:-1]
@@ -136,6 +137,65 @@ def test_what_is_named_twice_is_measured_once(settings):
         ("full", 6), ("full", 0.15), ("h2o", 6), ("h2o", 0.15),
     ]  # fmt: skip
     assert found.cells[2].seconds == found.cells[3].seconds  # 0.15 of 40 tokens are 6
+
+
+@pytest.mark.parametrize(
+    ("budget", "given", "text", "tokens", "mean"),
+    [
+        ({"share": 0.25, "layers": {"kind": "given", "weights": {"0": 3}}}, None,
+         "0.25 (layers given weights={'0': 3.0})", 10, 10),
+        ({"share": "25%", "of": "seen", "min": 4}, {"share": 0.25, "of": "seen", "min": 4},
+         "0.25 (of seen, min 4)", 10, 10),
+        ({"share": 0.5, "max": 8}, None, "0.5 (max 8)", 8, 8),
+        ({"tokens": 7}, 7, "7", 7, 7),
+    ],
+)  # fmt: skip
+def test_budgets_that_say_more(settings, budget, given, text, tokens, mean):
+    """The first call evicts nothing whatever the budget is, so numbers are those of feeding token by token."""
+    found = compare(settings(policies=["h2o"], budgets=[budget]))
+    cell = found.cells[-1]
+    if given is not None:
+        assert cell.budget == given
+    assert given_text(cell.budget) == text
+    assert (cell.budget_tokens, cell.mean_kept_tokens) == (tokens, mean)
+    scored_from = found.samples["scored_from"]
+    model, tokenizer, _ = load_model(settings().model)
+    tokens = tokenizer(load_text(settings().text)[0])["input_ids"]
+    windows, _ = samples(tokens, LENGTH, COUNT, seed=0)
+    mine = log_probs_by_hand(model, windows, "h2o", budget, prompt_length=LENGTH)[:, scored_from - 1 :]
+    nll = -mine.gather(-1, torch.tensor(windows)[:, scored_from:, None])[..., 0].mean(-1)
+    assert cell.perplexity == pytest.approx(exp(nll.mean()), rel=1e-4)
+
+
+def test_what_is_divided_otherwise_is_another_cell(settings, tmp_path):
+    budgets = [6, {"tokens": 6, "layers": {"kind": "given", "weights": {"0": 3}}}, {"tokens": 6, "layers": "uniform"}]
+    chosen = settings(policies=["streaming_llm"], budgets=budgets)
+    found = compare(chosen, tmp_path)
+    uniform, lower, same = found.cells[3:]
+    assert (lower.kept_tokens, lower.mean_kept_tokens) == (9, 6)
+    assert lower.perplexity != uniform.perplexity == same.perplexity
+    assert compare(chosen, tmp_path, resume=True).cells == found.cells
+
+
+def test_all_is_every_kind_that_needs_no_options():
+    named = {run.name for run in Plan.of(["all"], [6], LENGTH).runs}
+    assert {"full", "h2o", "snapkv"} <= named
+    assert not {"union", "protect", "span"} & named
+
+
+def test_layers_that_evict_nothing_are_not_nothing(settings):
+    """Nothing was evicted is said only where it is true of all layers."""
+    policy = {"kind": "layers", "at": {"0": "full"}, "default": "lru"}
+    found = compare(settings(policies=[load(policy)], budgets=[6]))
+    assert found.cells[-1].notes == []
+    assert found.cells[-1].mean_kept_tokens == (LENGTH - 1 + 6) / 2
+
+
+def test_heads_that_are_never_divided_are_pointed_out(settings):
+    for policy, notes in [("h2o", 1), ({"kind": "every", "tokens": 4, "of": "h2o"}, 0)]:
+        found = compare(settings(policies=[load(policy)], budgets=[{"tokens": 8, "heads": "adaptive"}], samples=1))
+        assert len(found.cells[-1].notes) == notes
+        assert (found.cells[-1].kept_tokens > 8) == (not notes)
 
 
 def test_policies_from_files_bring_their_budget(settings, tmp_path):

@@ -204,7 +204,8 @@ def test_the_prefix_stays_whatever_decides() -> None:
 
 def test_what_two_protect_is_counted_once() -> None:
     inner = {"kind": "protect", "sinks": 4, "recent": 3, "spans": [[8, 11], [14, 15]], "of": "heavy"}
-    nested = {"kind": "protect", "prefix": True, "spans": [[10, 12]], "of": {"kind": "layers", "at": {"0": "lru"}, "default": inner}}  # fmt: skip
+    layers = {"kind": "layers", "at": {"0": "lru"}, "default": inner}
+    nested = {"kind": "protect", "prefix": True, "spans": [[10, 12]], "of": layers}
     joined = load(nested).for_layer(1, 2)
     expected = {"kind": "protect", "sinks": 4, "recent": 3, "spans": [[8, 12], [14, 15]], "prefix": True, "of": "heavy"}
     assert joined == load(expected)

@@ -139,6 +139,14 @@ def test_a_share_of_what_is_seen_grows(kind: str) -> None:
             before = now
 
 
+def test_a_growing_share_is_not_that_of_a_prompt_still_to_come() -> None:
+    model, budget = tiny.family("llama"), {"share": 0.25, "of": "seen"}
+    cache = EvictionCache(model, {"kind": "streaming_llm", "sinks": 4}, budget=budget, prompt_length=150)
+    with torch.no_grad():
+        model(tiny.ids(1, 40), **tiny.cache_argument(cache))
+    assert cache.kept(0).tolist() == [[10, 10]]
+
+
 def test_a_growing_share_in_a_padded_batch_is_that_of_each_row_alone() -> None:
     model, budget = tiny.family("llama"), {"share": 0.4, "of": "seen"}
     tokens, mask = tiny.left_pad([30, 13])

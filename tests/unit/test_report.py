@@ -21,6 +21,7 @@ def cell(policy, budget, tokens, increase=0.25, **changes):
     full = policy == "full"
     made = Cell(
         policy=policy, config={"kind": policy}, budget=budget, budget_tokens=tokens, kept_tokens=tokens,
+        mean_kept_tokens=tokens,
         evictions=0 if full else 64 - tokens, perplexity=8.0 if full else 8.0 * (1 + increase),
         perplexity_increase=0.0 if full else increase,
         interval=(0.0, 0.0) if full else (increase - 0.1, increase + 0.1),
