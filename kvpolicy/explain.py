@@ -200,10 +200,7 @@ def explain(
         ConfigError, BudgetError: a cache of these would be refused; a layer is named where it is only one's fault.
     """
     found = read(source)
-    try:
-        policy, _ = with_prefix(found.policy, prefix)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("EvictionCache(..., prefix=50)", "--prefix 50")) from error
+    policy, _ = with_prefix(found.policy, prefix)
     given = Budget.parse(budget) if budget is not None else found.budget
     if given is None and policy.bounded:
         raise BudgetError(f"{policy.kind} needs a budget: --budget 512 (tokens) or --budget 0.25 (of the prompt)")

@@ -134,7 +134,7 @@ def with_prefix(policy: EvictionPolicy, prefix: Any) -> tuple[EvictionPolicy, Te
     """
     waits = _waits_for_prefix(policy)
     if prefix is None and waits:
-        raise ConfigError("protect: prefix is true, so say how many first tokens: EvictionCache(..., prefix=50), or 0")
+        raise ConfigError("protect: prefix is true, so say how many first tokens stay: prefix=50 (--prefix 50), or 0")
     first = torch.as_tensor(0 if prefix is None else prefix).flatten()
     if first.is_floating_point() or first.dtype == torch.bool or first.numel() == 0 or int(first.min()) < 0:
         raise ConfigError(f"prefix must be a number of tokens, 0 or more, or one for each row; not {prefix!r}")

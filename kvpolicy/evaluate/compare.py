@@ -61,6 +61,8 @@ class Settings:
     threads: int | None = None
     tasks: Sequence[Any] = ()
     """Evaluation tasks to run for each cell beside: names or :class:`~kvpolicy.evaluate.task.EvaluationTask`."""
+    prefix: int | None = None
+    """First tokens of each sample that always stay, whatever the policy."""
 
     def __post_init__(self) -> None:
         for name, least in {"tokens": 4, "samples": 1, "batch": 1, "threads": 1}.items():
@@ -118,10 +120,10 @@ class _Comparison:
         if earlier is not None:
             self._take_over(earlier)
         for run in plan.runs:
-            EvictionCache(
-                model, run.policy, run.budget, prompt_length=plan.length
-            )  # refuses what cannot work, before any work
-        self.setup = Setup(model, torch.tensor(windows, device=model.device), plan.scored_from, self.settings.rows)
+            # Refuses what cannot work, before any work.
+            EvictionCache(model, run.policy, run.budget, prompt_length=plan.length, prefix=self.settings.prefix)
+        tokens = torch.tensor(windows, device=model.device)
+        self.setup = Setup(model, tokens, plan.scored_from, self.settings.rows, self.settings.prefix)
         try:
             self._measure(plan)
         finally:
@@ -141,6 +143,7 @@ class _Comparison:
                 "positions": positions,
                 "seed": self.settings.seed,
                 "scored_from": plan.scored_from,
+                "prefix": self.settings.prefix,
             },
             batch=self.settings.rows,
             device=_device_name(model.device),
@@ -203,6 +206,7 @@ class _Comparison:
                 samples=self.setup.windows,
                 batch=self.setup.batch,
                 seed=self.settings.seed,
+                prefix=self.settings.prefix,
             )
             numbers = run_task(task, context, run.name if budget is None else f"{run.name} {targets[0]}")
             for cell in cells:

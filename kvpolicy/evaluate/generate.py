@@ -28,6 +28,8 @@ class Request:
     dtype: str | None = None
     device: str | None = None
     threads: int | None = None
+    prefix: int | None = None
+    """First tokens that always stay."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def generate(request: Request) -> Written:
     if request.threads:
         torch.set_num_threads(request.threads)
     model, tokenizer, _ = load_model(request.model, request.dtype, request.device)
-    cache = EvictionCache(model, request.policy, budget=request.budget)
+    cache = EvictionCache(model, request.policy, budget=request.budget, prefix=request.prefix)
     with quiet_transformers(), torch.random.fork_rng(enabled=request.seed is not None):
         inputs = _encode(tokenizer, request).to(model.device)
         if request.seed is not None:

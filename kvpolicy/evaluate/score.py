@@ -94,6 +94,8 @@ class Setup:
     """``[samples, length]``."""
     scored_from: int
     batch: int
+    prefix: int | None = None
+    """First tokens that always stay."""
 
     @property
     def length(self) -> int:
@@ -119,7 +121,7 @@ def measure(
     found = Measurement()
     tape.rewind()
     for rows in setup.windows.split(setup.batch):
-        cache = EvictionCache(setup.model, policy, budget, prompt_length=setup.length)
+        cache = EvictionCache(setup.model, policy, budget, prompt_length=setup.length, prefix=setup.prefix)
         first = min(_without_eviction(cache), setup.scored_from - 1)
         losses = torch.zeros(len(rows), dtype=torch.float64)
         for index, logits, seconds in decode(setup.model, cache, rows, first):

@@ -44,12 +44,14 @@ class Context:
     batch: int
     """How many rows to decode together at most."""
     seed: int
+    prefix: int | None = None
+    """First tokens that always stay."""
 
     def new_cache(self, prompt_length: int | None = None) -> EvictionCache:
         """An empty cache of this cell. A share refers to its first call, or to a prompt of `prompt_length` tokens."""
         from kvpolicy.cache import EvictionCache
 
-        return EvictionCache(self.model, self.policy, self.budget, prompt_length=prompt_length)
+        return EvictionCache(self.model, self.policy, self.budget, prompt_length=prompt_length, prefix=self.prefix)
 
     def decode(self, rows: Tensor, first: int) -> Iterator[tuple[int, Tensor]]:
         """Read `rows` ``[batch, tokens]`` with a new cache: `first` tokens in one call, the others one by one.

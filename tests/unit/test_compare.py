@@ -270,7 +270,7 @@ def test_the_file_says_where_numbers_are_from(settings, tmp_path):
     compare(settings(budgets=[6]), tmp_path / "a" / "b")
     found = json.loads((tmp_path / "a" / "b" / "results.json").read_text())
     assert found["samples"] | {"positions": []} == {
-        "count": COUNT, "length": LENGTH, "positions": [], "seed": 0, "scored_from": 8,
+        "count": COUNT, "length": LENGTH, "positions": [], "seed": 0, "scored_from": 8, "prefix": None,
     }  # fmt: skip
     assert found["model"]["parameters"] > 0
     assert found["model"]["dtype"] == "float32"
@@ -345,3 +345,13 @@ def test_intervals():
     assert log(1 + low) + log(1 + high) == pytest.approx(2 * mean([0.1, 0.2, 0.3]))
     assert log(1 + high) - 0.2 == pytest.approx(4.303 * 0.1 / 3**0.5)
     assert increase_interval([0.1]) is None
+
+
+def test_a_prefix_stays_under_every_policy(settings, model):
+    found = compare(settings(policies=["recent"], budgets=[10], prefix=3))
+    assert found.samples["prefix"] == 3
+    without = compare(settings(policies=["recent"], budgets=[10]))
+    assert found.cells[1].perplexity != without.cells[1].perplexity
+    assert found.cells[1].kept_tokens == 10
+    sinks = compare(settings(policies=[{"kind": "streaming_llm", "sinks": 3}], budgets=[10]))
+    assert found.cells[1].perplexity == pytest.approx(sinks.cells[1].perplexity)
