@@ -201,7 +201,7 @@ def test_every_need_has_words():
         ({"kind": "h2o", "sinks": 40}, {"budget": {"share": 0.2, "of": "seen"}}, BudgetError,
          "h2o: a budget of 30 tokens cannot hold the 40"),
         ("full", {"budget": 20}, BudgetError, "a prompt of 150 tokens does not fit its budget of 20"),
-        ({"kind": "protect", "prefix": True, "of": "h2o"}, {"budget": 20}, ConfigError, "--prefix 50\), or 0"),
+        ({"kind": "protect", "prefix": True, "of": "h2o"}, {"budget": 20}, ConfigError, "--prefix 50), or 0"),
         ({"kind": "layers", "at": {"9": "full"}, "default": "h2o"}, {"budget": 20}, ConfigError,
          "the model has layers 0 to 3"),
         ("h2o", {"budget": "much"}, BudgetError, "'much' is no budget"),
