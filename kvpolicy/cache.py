@@ -175,6 +175,9 @@ class SlotPool(CacheLayerMixin):
         self._prefix = prefix
         self._declared = policy.slot_fields()
         self._observes = policy.observes
+        self._bounded = policy.bounded
+        self._rooms = policy.room(decoding=False), policy.room(decoding=True)
+        """Tokens beyond the budget that may be held in prefill, and while decoding."""
         self.reset()
 
     def reset(self) -> None:
@@ -459,10 +462,10 @@ class SlotPool(CacheLayerMixin):
 
     def evict(self, tokens: int) -> None:
         """End a call of `tokens` tokens: cut to the budget, or choose the next victim."""
-        room = self.policy.room(self.decoding)
+        room = self._rooms[self.decoding]
         if self.free is not None:
             self._choose_victim()
-        elif not self.policy.bounded:
+        elif not self._bounded:
             self._refuse_to_exceed()
         elif self.limit is not None and (self.used > self.limit + room or self._rows_differ(room)):
             if self.decoding and self.used == self.limit + 1:
@@ -512,7 +515,7 @@ class SlotPool(CacheLayerMixin):
         order, positions = survivors(self.policy.ranking(view), view, count)
         if self.observers:
             self._tell_cut(positions)
-        room = self.policy.room(decoding=True)
+        room = self._rooms[True]
         slots = self.limit + (int(room) + 1 if room < math.inf else GROWTH)
         padded = F.pad(order, (0, slots - count))
         self.keys, self.values = _gathered(self.keys, padded), _gathered(self.values, padded)
@@ -543,7 +546,7 @@ class SlotPool(CacheLayerMixin):
     def _allocate(self, least: int) -> None:
         """Move what is held to storage of its own with room for `least` slots and some more."""
         capacity = -(-least // GROWTH) * GROWTH
-        room = self.policy.room(decoding=True)
+        room = self._rooms[True]
         if self.limit is not None and room < math.inf and not (self.budget and self.budget.budget.grows):
             capacity = max(least, min(capacity, self.limit + 1 + int(room)))
         self.keys = _grown(self.active_keys, capacity, 0)

@@ -13,7 +13,10 @@ def certain(policy: EvictionPolicy, view: View) -> Tensor:
     """Slots of `view` that stay when a prompt is cut to ``view.budget``, ``[batch, kv_heads, slots]``."""
     if _goes_by_position(policy, view):
         return top(policy.ranking(view), view.eligible, view.positions, view.budget)
-    found = policy.protected(view) & view.eligible
+    protected = policy.protected(view)
+    if protected is None:
+        return torch.zeros_like(view.valid)
+    found = protected & view.eligible
     return found & (found.sum(-1, keepdim=True) <= view.budget)  # what parts of a blend protect may be too much
 
 

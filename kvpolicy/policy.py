@@ -191,6 +191,10 @@ class View:
         """Which slots hold a token."""
         return self.positions >= 0
 
+    def without(self, slots: Tensor) -> Tensor:
+        """The slots to choose from that are not among `slots`."""
+        return ~slots if self.candidates is None and not self.holes else self.eligible & ~slots
+
     def __getitem__(self, name: str) -> Tensor:
         """The slot field `name`, as `observe` last left it."""
         return self._fields[self._scope + name]
@@ -357,8 +361,11 @@ class EvictionPolicy(BaseModel):
         """
         return {}
 
-    def protected(self, view: View) -> Tensor:
-        """Mask of slots that must stay; by default the newest token. At most ``view.budget`` of them per head."""
+    def protected(self, view: View) -> Tensor | None:
+        """Mask of slots that must stay; by default the newest token. At most ``view.budget`` of them per head.
+
+        ``None`` where nothing is protected.
+        """
         return view.is_recent(1)
 
     def priority(self, view: View) -> Tensor | tuple[Tensor, ...]:
@@ -376,7 +383,8 @@ class EvictionPolicy(BaseModel):
         """
         priority = self.priority(view)
         first, *rest = priority if isinstance(priority, tuple) else (priority,)
-        return first.masked_fill(self.protected(view), extremes(first.dtype)[1]), *rest
+        protected = self.protected(view)
+        return first if protected is None else torch.where(protected, extremes(first.dtype)[1], first), *rest
 
 
 def extremes(dtype: torch.dtype) -> tuple[float, float]:
@@ -384,7 +392,7 @@ def extremes(dtype: torch.dtype) -> tuple[float, float]:
     if dtype.is_floating_point:
         return -torch.inf, torch.inf
     info = torch.iinfo(dtype)
-    return info.min, info.max
+    return info.min + 1, info.max  # one to spare below, so that a position can be taken off
 
 
 def _policy_from(value: Any) -> EvictionPolicy:

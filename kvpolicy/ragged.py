@@ -182,7 +182,7 @@ class RaggedPool(SlotPool):
         if self.pages is None:
             super().evict(tokens)
             return
-        room = self.policy.room(decoding=True)
+        room = self._rooms[True]
         if room == 0:  # nothing is counted: a number that changes would have a compiled step compiled anew
             victim = lowest(self.policy, self.view())
             self._tell(victim)
@@ -224,7 +224,7 @@ class RaggedPool(SlotPool):
             self._tell_cut(positions)
         self._take(order, positions)
         self._since = 0
-        self._pack_with_space(self.policy.room(decoding=True))
+        self._pack_with_space(self._rooms[True])
 
     def _take(self, order: Tensor, positions: Tensor) -> None:
         """Hold the slots in `order` ``[batch, kv_heads, n]`` alone."""
@@ -256,7 +256,7 @@ class RaggedPool(SlotPool):
         if packed:
             self.shares = change(self.shares)
             self._close_up()
-            self._pack_with_space(self.policy.room(decoding=True) and self._space - 1)
+            self._pack_with_space(self._rooms[True] and self._space - 1)
 
     def kept(self) -> Tensor:
         with self._unfolded():

@@ -54,17 +54,21 @@ def top(ranking: Sequence[Tensor], among: Tensor, positions: Tensor, count: Any)
 
     `count` is an ``int``, or a tensor that broadcasts to ``[batch, kv_heads, 1]``.
     """
+    return among & ~others(ranking, among, positions, count)
+
+
+def others(ranking: Sequence[Tensor], among: Tensor, positions: Tensor, count: Any) -> Tensor:
+    """Mask of the slots of `among` that are not among the `count` best."""
     if isinstance(count, int):
         if count >= positions.shape[-1]:
-            return among
-        if count <= 0:
             return torch.zeros_like(among)
+        if count <= 0:
+            return among
         if (packed := _packed(ranking, among, positions)) is not None:
-            chosen = packed.topk(count, dim=-1, sorted=False).indices
-            return torch.zeros_like(among).scatter_(-1, chosen, True) & among
+            return among.scatter(-1, packed.topk(count, dim=-1, sorted=False).indices, False)
     order = best_first(ranking, among, positions)
-    taken = torch.arange(positions.shape[-1], device=positions.device) < count
-    return torch.zeros_like(among).scatter_(-1, order, taken.expand(order.shape)) & among
+    left = torch.arange(positions.shape[-1], device=positions.device) >= count
+    return torch.zeros_like(among).scatter_(-1, order, left.expand(order.shape)) & among
 
 
 def best_first(ranking: Sequence[Tensor], among: Tensor, positions: Tensor) -> Tensor:
@@ -87,11 +91,11 @@ def _packed(ranking: Sequence[Tensor], among: Tensor, positions: Tensor) -> Tens
         key = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # floats compare as these whole numbers do
     elif key.dtype.itemsize > 4 or key.dtype.is_floating_point:
         return None
-    packed = (key.long() << 32).add_(0x7FFFFFFF - positions)
-    return packed.masked_fill_(~among, torch.iinfo(torch.int64).min)
+    packed = (key.long() << 32).sub_(positions)
+    return torch.where(among, packed, torch.iinfo(torch.int64).min)
 
 
 def raised(ranking: Sequence[Tensor], slots: Tensor) -> tuple[Tensor, ...]:
     """The same ranking with `slots` above all others."""
     first, *rest = ranking
-    return first.masked_fill(slots, extremes(first.dtype)[1]), *rest
+    return torch.where(slots, extremes(first.dtype)[1], first), *rest

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
-import torch
 from pydantic import AfterValidator
 from torch import Tensor
 
@@ -42,7 +42,7 @@ class Composite(EvictionPolicy):
     def for_layer(self, layer: int, layers: int) -> EvictionPolicy:
         return self.with_parts(lambda part: part.for_layer(layer, layers))
 
-    @property
+    @cached_property
     def bounded(self) -> bool:  # type: ignore[override]
         return any(part.bounded for _, part in self.children())
 
@@ -53,19 +53,24 @@ class Composite(EvictionPolicy):
     def slot_fields(self) -> dict[str, SlotField]:
         return {f"{name}.{key}": field for name, part in self.children() for key, field in part.slot_fields().items()}
 
-    @property
+    @cached_property
     def observes(self) -> bool:
         return any(part.observes for _, part in self.children())
 
+    @cached_property
+    def _observing(self) -> list[tuple[str, EvictionPolicy]]:
+        return [(name, part) for name, part in self.children() if part.observes]
+
     def observe(self, view: View) -> Mapping[str, Tensor]:
         found: dict[str, Tensor] = {}
-        for name, part in self.children():
-            if part.observes and (shown := _as_if_alone(view.part(name), part)) is not None:
-                found.update((f"{name}.{field}", state) for field, state in part.observe(shown).items())
+        for name, part in self._observing:
+            if (shown := _as_if_alone(view.part(name), part)) is not None:
+                for field, state in part.observe(shown).items():
+                    found[f"{name}.{field}"] = state
         return found
 
-    def protected(self, view: View) -> Tensor:
-        return torch.zeros_like(view.valid)
+    def protected(self, view: View) -> Tensor | None:
+        return None
 
     def certain_of(self, name: str, view: View, candidates: Tensor | None = None) -> Tensor:
         """What the part `name` is certain to keep of its part of the budget."""

@@ -93,7 +93,8 @@ class Blend(Composite):
     def protected(self, view: View) -> Tensor:
         found = torch.zeros_like(view.valid)
         for name, part in self.children():
-            found = found | part.protected(view.part(name))
+            if (protected := part.protected(view.part(name))) is not None:
+                found = found | protected
         return found
 
     def ranking(self, view: View) -> tuple[Tensor, ...]:

@@ -33,7 +33,7 @@ class Every(Composite):
     def room(self, decoding: bool) -> float:
         return self.of.room(decoding) + self.tokens - 1
 
-    def protected(self, view: View) -> Tensor:
+    def protected(self, view: View) -> Tensor | None:
         return self.of.protected(view.part("of"))
 
     def certain(self, view: View) -> Tensor:

@@ -38,7 +38,7 @@ class Phases(Composite):
         name = "decode" if view.decoding else "prefill"
         return getattr(self, name), view.part(name)
 
-    def protected(self, view: View) -> Tensor:
+    def protected(self, view: View) -> Tensor | None:
         policy, view = self._now(view)
         return policy.protected(view)
 

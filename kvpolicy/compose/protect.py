@@ -107,12 +107,12 @@ class Protect(Composite):
 
     def certain(self, view: View) -> Tensor:
         protected = self.protected(view)
-        return protected | self.certain_of("of", view, view.eligible & ~protected)
+        return protected | self.certain_of("of", view, view.without(protected))
 
     def ranking(self, view: View) -> tuple[Tensor, ...]:
         protected = self.protected(view)
         budget = view.budget - sum(self._amounts(view.budget, view.prefix))
-        return raised(self.of.ranking(view.part("of", budget, view.eligible & ~protected)), protected)
+        return raised(self.of.ranking(view.part("of", budget, view.without(protected))), protected)
 
 
 def _joined(spans: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:

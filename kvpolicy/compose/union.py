@@ -16,7 +16,7 @@ from kvpolicy.allocator import largest_remainder, largest_remainder_of, largest_
 from kvpolicy.budget import ratio
 from kvpolicy.compose._base import Chooser, Composite
 from kvpolicy.policy import EvictionPolicy, Policy, Share, View, extremes
-from kvpolicy.select import raised, top
+from kvpolicy.select import others, raised, top
 
 _MOST = 10**9  # tokens times this are whole numbers of 64 bits
 
@@ -76,6 +76,10 @@ class Union(Composite):
     def children(self) -> Iterator[tuple[str, EvictionPolicy]]:
         return ((str(index), part.of) for index, part in enumerate(self.parts))
 
+    @cached_property
+    def _named(self) -> list[tuple[str, EvictionPolicy]]:
+        return list(self.children())
+
     def with_parts(self, change: Callable[[EvictionPolicy], EvictionPolicy]) -> EvictionPolicy:
         return self.replaced(parts=tuple(Part.model_construct(take=p.take, of=change(p.of)) for p in self.parts))
 
@@ -118,14 +122,16 @@ class Union(Composite):
 
     def ranking(self, view: View) -> tuple[Tensor, ...]:
         left, spare = view.eligible, 0
-        *firsts, (last, its) = zip(self.children(), self._taken(view.budget), strict=True)
+        *firsts, (last, its) = zip(self._named, self._taken(view.budget), strict=True)
         for (name, part), tokens in firsts:
             tokens = tokens + spare
             ranking = part.ranking(view.part(name, tokens, left))
-            wanted = left & (ranking[0] > extremes(ranking[0].dtype)[0]) if part.selective else left
-            kept = top(ranking, wanted, view.positions, tokens)
-            spare = tokens - kept.sum(-1, keepdim=True) if part.selective else 0
-            left = left & ~kept
+            if part.selective:
+                wanted = left & (ranking[0] > extremes(ranking[0].dtype)[0])
+                kept = top(ranking, wanted, view.positions, tokens)
+                left, spare = left & ~kept, tokens - kept.sum(-1, keepdim=True)
+            else:
+                left, spare = others(ranking, left, view.positions, tokens), 0
         name, part = last
         return raised(part.ranking(view.part(name, its + spare, left)), ~left)
 

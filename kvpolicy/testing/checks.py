@@ -164,6 +164,8 @@ class _Protection(Spy):
 
     def ranking(self, policy: EvictionPolicy, view: View) -> tuple[Tensor, ...]:
         mask = policy.protected(view)
+        if mask is None:
+            mask = torch.zeros_like(view.valid)
         if mask.dtype != torch.bool or mask.shape != view.positions.shape:
             raise Violation(
                 self.case.tried("protected(view)", self.budget),
@@ -480,6 +482,10 @@ def purity(case: Case) -> None:
     Run(model, cache, models.ids(2, case.prompt() + 6), prompt_and_steps(case.prompt(), 6)).all()
 
 
+def _if_any(mask: Tensor | None) -> dict[Any, Tensor]:
+    return {} if mask is None else {"": mask}
+
+
 class _Pure(Spy):
     """Compares what the policy is shown before and after it has looked, and asks everything twice."""
 
@@ -490,7 +496,7 @@ class _Pure(Spy):
         return self._twice("observe(view)", view, lambda: dict(policy.observe(view)))
 
     def ranking(self, policy: EvictionPolicy, view: View) -> tuple[Tensor, ...]:
-        self._twice("protected(view)", view, lambda: {"": policy.protected(view)})
+        self._twice("protected(view)", view, lambda: _if_any(policy.protected(view)))
         keys = self._twice("priority(view)", view, lambda: dict(enumerate(policy.ranking(view))))
         return tuple(keys.values())
 

@@ -85,7 +85,7 @@ class Watched(EvictionPolicy):
     def observe(self, view: View) -> Mapping[str, Tensor]:
         return self._spy.observe(self.of, view)
 
-    def protected(self, view: View) -> Tensor:
+    def protected(self, view: View) -> Tensor | None:
         return self.of.protected(view)
 
     def priority(self, view: View) -> Tensor | tuple[Tensor, ...]:

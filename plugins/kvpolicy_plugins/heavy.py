@@ -22,8 +22,8 @@ class Heavy(EvictionPolicy):
     def observe(self, view: View) -> Mapping[str, Tensor]:
         return {"mass": view["mass"] + view.attention.sum()}
 
-    def protected(self, view: View) -> Tensor:
-        return view.positions < 0
+    def protected(self, view: View) -> None:
+        return None
 
     def priority(self, view: View) -> Tensor:
         return view["mass"]

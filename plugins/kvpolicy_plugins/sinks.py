@@ -12,8 +12,8 @@ class Sinks(EvictionPolicy):
 
     kind: Literal["sinks"] = "sinks"
 
-    def protected(self, view: View) -> Tensor:
-        return view.positions < 0
+    def protected(self, view: View) -> None:
+        return None
 
     def priority(self, view: View) -> Tensor:
         return -view.positions

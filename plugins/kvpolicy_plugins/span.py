@@ -6,7 +6,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from kvpolicy.policy import EvictionPolicy, Tokens, View
+from kvpolicy.policy import EvictionPolicy, Tokens, View, extremes
 
 
 class Span(EvictionPolicy):
@@ -29,9 +29,9 @@ class Span(EvictionPolicy):
             raise ValueError(f"stop ({self.stop}) must be above start ({self.start})")
         return self
 
-    def protected(self, view: View) -> Tensor:
-        return view.positions < 0
+    def protected(self, view: View) -> None:
+        return None
 
     def priority(self, view: View) -> Tensor:
         inside = (view.positions >= self.start) & (view.positions < self.stop)
-        return torch.where(inside, -view.positions, torch.iinfo(view.positions.dtype).min)
+        return torch.where(inside, -view.positions, extremes(view.positions.dtype)[0])
