@@ -99,7 +99,10 @@ def _head_allocator(value: Any) -> Allocator:
 
 def _of_type(allocator: Allocator, base: type[Allocator], what: str) -> Allocator:
     if not isinstance(allocator, base):
-        raise ValueError(f"{allocator.kind!r} does not divide a budget over {what}")
+        from kvpolicy.plugins import registry
+
+        able = sorted(kind for kind, found in registry().allocators.items() if issubclass(found, base))
+        raise ValueError(f"{allocator.kind!r} does not divide a budget over {what}; these do: {', '.join(able)}")
     return allocator
 
 

@@ -105,7 +105,7 @@ CASES = {
     ),
     "an allocator of layers for heads": (
         "kind: h2o\nbudget: {share: 0.5, heads: pyramid}\n",
-        "own.yaml:2:29: budget.heads: 'pyramid' does not divide a budget over heads",
+        "own.yaml:2:29: budget.heads: 'pyramid' does not divide a budget over heads; these do: adaptive, uniform",
     ),
     "an allocator that is a number": (
         "kind: h2o\nbudget: {share: 0.5, layers: 20}\n",
@@ -294,7 +294,7 @@ def test_everything_wrong_is_told_at_once():
         f"own.yaml:7:3: parts.3: unknown policy 'h2oo'; did you mean 'h2o'? installed: {KINDS}",
         "own.yaml:8:17: budget.share: needs a share above 0.0 and up to 1.0 (0.25 or 25%)",
         "own.yaml:8:52: budget.layers.beta: must be a valid number, not 'x'",
-        "own.yaml:8:63: budget.heads: 'pyramid' does not divide a budget over heads",
+        "own.yaml:8:63: budget.heads: 'pyramid' does not divide a budget over heads; these do: adaptive, uniform",
         "own.yaml:9:1: kind: is given twice, first in line 2",
         "own.yaml:10:1: nope: unknown option 'nope'; union has: parts",
         "base.yaml:2:8: budget.max: must be greater than or equal to 1, not 0",
