@@ -111,3 +111,9 @@ def _evicting_at_once(policy: EvictionPolicy) -> EvictionPolicy:
 
 Chooser = Annotated[Policy, AfterValidator(_evicting_at_once)]
 """A field that holds a policy which only says what goes, not when."""
+
+
+def spelled_out(value: Any) -> Any:
+    """A bare policy among parts stands for ``{of: policy}``."""
+    bare = isinstance(value, (str, EvictionPolicy)) or (isinstance(value, dict) and "kind" in value)
+    return {"of": value} if bare else value

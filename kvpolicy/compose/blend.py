@@ -9,7 +9,7 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from kvpolicy.compose._base import Chooser, Composite
+from kvpolicy.compose._base import Chooser, Composite, spelled_out
 from kvpolicy.policy import EvictionPolicy, Policy, View
 from kvpolicy.select import best_first
 
@@ -23,11 +23,6 @@ class Weighted(BaseModel):
     """The policy."""
     weight: Annotated[float, Field(gt=0, strict=True)] = 1.0
     """How much its priority counts beside the others'."""
-
-
-def _weighted(value: Any) -> Any:
-    bare = isinstance(value, (str, EvictionPolicy)) or (isinstance(value, dict) and "kind" in value)
-    return {"of": value} if bare else value
 
 
 def _by_rank(part: EvictionPolicy, view: View) -> Tensor:
@@ -70,7 +65,7 @@ class Blend(Composite):
 
     kind: Literal["blend"] = "blend"
     parts: Annotated[
-        tuple[Annotated[Weighted, BeforeValidator(_weighted, json_schema_input_type=Weighted | Policy)], ...],
+        tuple[Annotated[Weighted, BeforeValidator(spelled_out, json_schema_input_type=Weighted | Policy)], ...],
         Field(min_length=1),
     ]
     """The parts: ``{of: h2o, weight: 2}``, or a bare policy of weight 1."""

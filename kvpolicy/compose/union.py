@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvpolicy.allocator import largest_remainder, largest_remainder_of, largest_remainder_rows
 from kvpolicy.budget import ratio
-from kvpolicy.compose._base import Chooser, Composite
+from kvpolicy.compose._base import Chooser, Composite, spelled_out
 from kvpolicy.policy import EvictionPolicy, Policy, Share, View, extremes
 from kvpolicy.select import others, raised, top
 
@@ -35,11 +35,6 @@ class Part(BaseModel):
         return Union.joined(self, other)
 
 
-def _part(value: Any) -> Any:
-    bare = isinstance(value, (str, EvictionPolicy)) or (isinstance(value, dict) and "kind" in value)
-    return {"of": value} if bare else value
-
-
 class Union(Composite):
     """The best by the first part, then the best of the rest by the second, and so on, each as many as it may take.
 
@@ -50,7 +45,8 @@ class Union(Composite):
 
     kind: Literal["union"] = "union"
     parts: Annotated[
-        tuple[Annotated[Part, BeforeValidator(_part, json_schema_input_type=Part | Policy)], ...], Field(min_length=1)
+        tuple[Annotated[Part, BeforeValidator(spelled_out, json_schema_input_type=Part | Policy)], ...],
+        Field(min_length=1),
     ]
     """The parts, in order: ``{take: 4, of: sinks}``, or a bare policy."""
 
