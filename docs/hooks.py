@@ -28,7 +28,7 @@ def _options(sort: str) -> str:
             continue
         kind, _, inner = name.removeprefix(f"{sort}.").partition(".")
         options = {option: of for option, of in definition["properties"].items() if option != "kind"}
-        first = f"`{kind}`" + (f", a {inner.lower()} part" if inner == "Weighted" else ", a part" if inner else "")
+        first = f"`{kind}`, a part" if inner else f"`{kind}`"
         for option, of in options.items() or [("–", {"description": "no options"})]:
             lines.append(f"| {first} | {_code(option)} | {_default(option, of, definition)} | {_meaning(of)} |")
             first = ""

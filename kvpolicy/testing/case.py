@@ -193,7 +193,8 @@ def compare_runs(tried: str, why: str, found: Run, wanted: Run, rows: Sequence[i
     for layer in found.layers:
         theirs = wanted.cache.scores(layer)
         for name, score in found.cache.scores(layer).items():
-            compare_values(tried, f"{name} of layer {layer}", why, score, theirs[name][take])
+            # Scores are promised in float32, and a policy may compute them in it whatever the model's type.
+            compare_values(tried, f"{name} of layer {layer}", why, score, theirs[name][take], tolerance=1e-6)
     real = slice(None) if found.mask is None else found.mask.bool()
     compare_values(tried, "logits", why, found.logits[real], wanted.logits[take][real])
 
