@@ -40,6 +40,15 @@ class Rule:
         self.layer, self.row, self.head = layer, row, head
         self.options = {**self.defaults, **options}
 
+    def store(self, position: int, key: Tensor, value: Tensor) -> None:
+        """Key and value of a new token, as cached. Comes before what its call observes."""
+
+    def heads(self, query: int, probs: list[dict[int, float]], logits: list[dict[int, float]], mine: slice) -> None:
+        """What every query head of the layer gave to each key it could see; `mine` are this KV head's.
+
+        Comes before `observe` of the same query.
+        """
+
     def observe(self, query: int, probs: dict[int, float]) -> None:
         """The probabilities query `query` gave to each key it could see, averaged over the query group."""
 
@@ -116,8 +125,31 @@ class HeavyRule(Rule):
         return (self.mass[position],)
 
 
-class H2ORule(HeavyRule):
-    defaults = {"recent": 0.5}
+class FadingRule(HeavyRule):
+    """Mass that fades with each query, of one query group, by its mean or its maximum."""
+
+    defaults = {"recent": 0.5, "decay": 1.0}
+
+    def heads(self, query: int, probs: list[dict[int, float]], logits: list[dict[int, float]], mine: slice) -> None:
+        self.mine = probs[mine]
+
+    def observe(self, query: int, probs: dict[int, float]) -> None:
+        for key in self.mass:
+            self.mass[key] *= self.options["decay"]
+        if self.options.get("group") == "max":
+            probs = {key: max(head[key] for head in self.mine) for key in probs}
+        super().observe(query, probs)
+
+
+class H2ORule(FadingRule):
+    def worth(self, position: int, seen: int) -> tuple:
+        if self.options.get("normalise") != "visible":
+            return super().worth(position, seen)
+        return (self.mass[position] / sum(self.options["decay"] ** age for age in range(seen - position)),)
+
+
+class A2SFRule(FadingRule):
+    defaults = {"recent": 0.5, "decay": 0.9}
 
 
 class LRURule(HeavyRule):
@@ -135,6 +167,56 @@ class LRURule(HeavyRule):
 
     def worth(self, position: int, seen: int) -> tuple:
         return self.last[position], self.mass[position], position
+
+
+class LFURule(LRURule):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.uses: dict[int, int] = defaultdict(int)
+
+    def observe(self, query: int, probs: dict[int, float]) -> None:
+        super().observe(query, probs)
+        for key in probs:
+            self.uses[key] += self.last[key] == query
+
+    def worth(self, position: int, seen: int) -> tuple:
+        chances = seen - position if self.options.get("normalise") == "visible" else 1
+        return self.uses[position] / chances, *super().worth(position, seen)
+
+
+class TOVARule(Rule):
+    def heads(self, query: int, probs: list[dict[int, float]], logits: list[dict[int, float]], mine: slice) -> None:
+        heads = probs if self.options.get("heads", "layer") == "layer" else probs[mine]
+        self.last = {p: sum(head.get(p, 0.0) for head in heads) / len(heads) for head in heads for p in head}
+
+    def worth(self, position: int, seen: int) -> tuple:
+        return (self.last.get(position, 0.0),)
+
+
+class KeysRule(Rule):
+    """Knows keys and values."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+
+    def store(self, position: int, key: Tensor, value: Tensor) -> None:
+        self.keys[position], self.values[position] = key, value
+
+
+class KnormRule(KeysRule):
+    def worth(self, position: int, seen: int) -> tuple:
+        return (-float(self.keys[position].norm()),)
+
+
+class KeyDiffRule(KeysRule):
+    def rank(self, held: list[int], seen: int, budget: int, decoding: bool) -> list[int]:
+        self.mean = sum(self.keys[p] / self.keys[p].norm() for p in held) / len(held)
+        return super().rank(held, seen, budget, decoding)
+
+    def worth(self, position: int, seen: int) -> tuple:
+        return -float(torch.cosine_similarity(self.keys[position], self.mean, dim=0)), position
 
 
 class RandomRule(Rule):
@@ -186,6 +268,14 @@ class CompositeRule(Rule):
 
     def made(self, spec: Any) -> Rule:
         return make(spec, *self.place)
+
+    def store(self, position: int, key: Tensor, value: Tensor) -> None:
+        for part in self.parts:
+            part.store(position, key, value)
+
+    def heads(self, query: int, probs: list[dict[int, float]], logits: list[dict[int, float]], mine: slice) -> None:
+        for part in self.parts:
+            part.heads(query, probs, logits, mine)
 
     def observe(self, query: int, probs: dict[int, float]) -> None:
         for part in self.parts:
@@ -325,6 +415,14 @@ RULES: dict[str, type[Rule]] = {
     "streaming_llm": StreamingRule,
 }
 """Whole policies."""
+MORE: dict[str, type[Rule]] = {
+    "a2sf": A2SFRule,
+    "keydiff": KeyDiffRule,
+    "knorm": KnormRule,
+    "lfu": LFURule,
+    "tova": TOVARule,
+}
+"""Whole policies with signals of other kinds."""
 PRIMITIVES: dict[str, type[Rule]] = {
     "sinks": SinksRule,
     "recent": RecentRule,
@@ -347,7 +445,7 @@ def make(spec: Any, layer: int, row: int, head: int, layers: int) -> Rule:
     """The rule of a policy written as a kind or as a mapping."""
     options = {"kind": spec} if isinstance(spec, str) else dict(spec)
     kind = options.pop("kind")
-    return {**RULES, **PRIMITIVES, **COMPOSITIONS}[kind](layer, row, head, layers, **options)
+    return {**RULES, **MORE, **PRIMITIVES, **COMPOSITIONS}[kind](layer, row, head, layers, **options)
 
 
 class Reference:
@@ -411,15 +509,40 @@ class Reference:
         output = (probs @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous()
         mean = probs.double().unflatten(1, (heads, group)).mean(2)
         for row in range(batch):
+            each = self._each_head(position[row], allowed[row], probs[row], logits[row], group)
             for head in range(heads):
-                self._observe(layer, row, head, position[row], allowed[row, head], mean[row, head], first)
+                self._store(layer, row, head, position[row], key[row, head, first:], value[row, head, first:])
+                mine = slice(head * group, (head + 1) * group)
+                self._observe(layer, row, head, position[row], allowed[row, head], mean[row, head], first, each, mine)
             self._decide(layer, row, heads, int((position[row] >= 0).sum()), decoding=rows == 1 and first > 0)
         return output, probs
 
-    def _observe(self, layer, row, head, position, allowed, mean, first) -> None:
+    def _store(self, layer, row, head, position, keys, values) -> None:
         at = (layer, row, head)
         if at not in self.rules:
             self.rules[at] = make(self.spec, *at, len(self.budgets))
+        for p, key, value in zip(position[-len(keys) :].tolist(), keys, values, strict=True):
+            if p >= 0:
+                self.rules[at].store(p, key, value)
+
+    @staticmethod
+    def _each_head(position, allowed, probs, logits, group):
+        """For each row of the call: what each query head gave to the keys it could see, and its logits."""
+        places, may = position.tolist(), allowed.tolist()
+
+        def of(numbers: Tensor) -> list[list[dict[int, float]]]:
+            return [
+                [
+                    {p: x for p, x, ok in zip(places, row, may[head // group][i], strict=True) if ok}
+                    for head, row in enumerate(heads)
+                ]
+                for i, heads in enumerate(numbers.transpose(0, 1).tolist())
+            ]
+
+        return list(zip(of(probs), of(logits), strict=True))
+
+    def _observe(self, layer, row, head, position, allowed, mean, first, each, mine) -> None:
+        at = (layer, row, head)
         held = self.held.setdefault(at, [])
         columns, rows = len(position), []
         for i in range(columns - first):
@@ -428,6 +551,7 @@ class Reference:
                 continue
             held.append(query)
             rows.append({int(position[j]): float(mean[i, j]) for j in range(columns) if allowed[i, j]})
+            self.rules[at].heads(query, *each[i], mine)
             self.rules[at].observe(query, rows[-1])
         self.rules[at].finish(rows, int((position >= 0).sum()), columns - first == 1 and first > 0)
 

@@ -34,7 +34,7 @@ def test_good_files(check):
 
 
 def test_problems_of_all_files_are_shown_where_they_are(check):
-    base = "kind: protect\nof: {kind: h2o, recnt: 1}\n"
+    base = "kind: protect\nof: {kind: streaming_llm, sink: 1}\n"
     own = "extends: base.yaml\nsinks:   -1\nof:\n  sinks: x\n"
     status, out, err = check(
         "own.yaml", "good.yaml", "none.yaml", "empty.yaml", own=own, base=base, good="kind: lru", empty=""
@@ -47,9 +47,9 @@ def test_problems_of_all_files_are_shown_where_they_are(check):
         own.yaml:4:10: of.sinks: must be a valid integer, not 'x'
           sinks: x
                  ^
-        base.yaml:2:17: of.recnt: unknown option 'recnt'; did you mean 'recent'? h2o has: recent, sinks
-        of: {kind: h2o, recnt: 1}
-                        ^
+        base.yaml:2:27: of.sink: unknown option 'sink'; did you mean 'sinks'? streaming_llm has: sinks
+        of: {kind: streaming_llm, sink: 1}
+                                  ^
         good.yaml: ok, lru
         none.yaml: cannot be read: No such file or directory
         empty.yaml:1:1: is empty; it needs a policy, such as kind: h2o

@@ -16,7 +16,10 @@ from kvpolicy.errors import ConfigError, PluginError
 from kvpolicy.plugins import Registry, registry, subclasses_in
 from kvpolicy.policy import EvictionPolicy
 
-FIRST_PARTY = {"full", "h2o", "heavy", "lru", "random", "recent", "sinks", "snapkv", "span", "streaming_llm"}
+FIRST_PARTY = {
+    "a2sf", "full", "h2o", "heavy", "keydiff", "knorm", "lfu", "lru", "random", "recent", "sinks", "snapkv", "span",
+    "streaming_llm", "tova",
+}  # fmt: skip
 
 IMPORTS = """
 from typing import Literal

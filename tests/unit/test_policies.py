@@ -28,19 +28,25 @@ ROWS = [
 class Trace:
     """Slots of one head fed by hand with rows of probabilities; the policy decides through its contract alone."""
 
-    def __init__(self, policy: EvictionPolicy, budget: int) -> None:
+    def __init__(
+        self, policy: EvictionPolicy, budget: int, keys: Tensor | None = None, values: Tensor | None = None
+    ) -> None:
+        """`keys` and `values` are those of all tokens to come, in order, ``[tokens, head_dim]``."""
         self.policy, self.budget = policy, budget
+        self.keys, self.values = keys, values
         self.positions = torch.zeros(1, 1, 0, dtype=torch.int32)
-        self.fields = {name: torch.zeros(1, 1, 0) for name in policy.slot_fields()}
+        self.fields = {name: torch.zeros(1, 1, 0, *field.shape) for name, field in policy.slot_fields().items()}
         self.seen = 0
         self.decoding = False
 
     def view(self, rows: AttentionRows | None = None) -> View:
-        empty = torch.zeros(*self.positions.shape, 1)
         return View(
-            self.fields, self.positions, torch.tensor([[[self.seen]]]), self.budget, empty, empty, attention=rows,
-            decoding=self.decoding,
+            self.fields, self.positions, torch.tensor([[[self.seen]]]), self.budget, self.held(self.keys),
+            self.held(self.values), attention=rows, decoding=self.decoding,
         )  # fmt: skip
+
+    def held(self, vectors: Tensor | None) -> Tensor:
+        return torch.zeros(*self.positions.shape, 1) if vectors is None else vectors[self.positions.long()]
 
     def observe(self, rows: list[list[float]], blocks: int | None = None) -> None:
         """Append a token for each row and show the rows, `blocks` at a time."""
@@ -48,8 +54,8 @@ class Trace:
         new = torch.arange(self.seen, self.seen + len(rows), dtype=torch.int32).view(1, 1, -1)
         self.positions = torch.cat([self.positions, new], -1)
         for name, field in self.policy.slot_fields().items():
-            fill = torch.full((1, 1, len(rows)), field.fill, dtype=getattr(torch, field.dtype))
-            self.fields[name] = torch.cat([self.fields[name].to(fill.dtype), fill], -1)
+            fill = torch.full((1, 1, len(rows), *field.shape), field.fill, dtype=getattr(torch, field.dtype))
+            self.fields[name] = torch.cat([self.fields[name].to(fill.dtype), fill], 2)
         slots = self.positions.shape[-1]
         probs = torch.tensor([row + [0.0] * (slots - len(row)) for row in rows])
         visible = torch.tensor([[len(row)] for row in rows])
@@ -59,6 +65,7 @@ class Trace:
             statistics = AttentionRows(
                 new[0, 0, part].view(1, 1, -1, 1),
                 probs=probs[part].view(1, 1, 1, -1, slots),
+                logits=probs[part].log().clamp(min=torch.finfo(probs.dtype).min).view(1, 1, 1, -1, slots),
                 visible=visible[part].view(1, 1, -1, 1),
                 final=part.stop >= len(rows),
             )
@@ -72,7 +79,7 @@ class Trace:
             view = self.view()
             order, _ = survivors(self.policy.ranking(view), view, self.budget)
             self.positions = self.positions.gather(-1, order)
-            self.fields = {name: state.gather(-1, order) for name, state in self.fields.items()}
+            self.fields = {name: state[:, :, order.flatten()] for name, state in self.fields.items()}
         return self.positions.flatten().tolist()
 
 
