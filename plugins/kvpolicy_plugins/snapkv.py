@@ -6,15 +6,9 @@ from typing import Annotated, Literal
 import torch
 from pydantic import AfterValidator, Field
 from torch import Tensor
-from torch.nn import functional as F
 
 from kvpolicy.policy import EvictionPolicy, Need, SlotField, View
-
-
-def _odd(value: int) -> int:
-    if value % 2 == 0:
-        raise ValueError(f"needs an odd number, so that a token is the middle of its neighbours; not {value}")
-    return value
+from kvpolicy_plugins._pooling import odd, pooled
 
 
 class SnapKV(EvictionPolicy):
@@ -32,7 +26,7 @@ class SnapKV(EvictionPolicy):
     kind: Literal["snapkv"] = "snapkv"
     window: Annotated[int, Field(ge=1, strict=True)] = 32
     """Observation window: how many last queries vote, and how many last tokens stay."""
-    kernel: Annotated[int, Field(ge=1, strict=True), AfterValidator(_odd)] = 5
+    kernel: Annotated[int, Field(ge=1, strict=True), AfterValidator(odd)] = 5
     """Width of the pooling, an odd number; 1 is none."""
     pooling: Literal["average", "max"] = "average"
     group: Literal["mean", "max"] = "mean"
@@ -53,13 +47,8 @@ class SnapKV(EvictionPolicy):
         if self.kernel == 1:
             return {"votes": votes}
         in_window = view.positions >= view.seen - self.window
-        order = view.positions.argsort(dim=-1, stable=True)  # empty slots come first, as zeros
-        pooled = self._pooled(votes.masked_fill(in_window, 0.0).gather(-1, order))
-        return {"votes": torch.where(in_window, votes, torch.empty_like(votes).scatter_(-1, order, pooled))}
-
-    def _pooled(self, votes: Tensor) -> Tensor:
-        pool = F.avg_pool1d if self.pooling == "average" else F.max_pool1d
-        return pool(votes.flatten(0, 1), self.kernel, stride=1, padding=self.kernel // 2).view_as(votes)
+        before = pooled(votes.masked_fill(in_window, 0.0), view.positions, self.kernel, self.pooling)
+        return {"votes": torch.where(in_window, votes, before)}
 
     def protected(self, view: View) -> Tensor:
         return view.is_recent(self.window)
