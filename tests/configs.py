@@ -7,17 +7,23 @@ from typing import Any
 from hypothesis import strategies as st
 from kvpolicy_plugins.a2sf import A2SF
 from kvpolicy_plugins.adaptive import Adaptive
+from kvpolicy_plugins.ahakv import AhaKV
 from kvpolicy_plugins.full import Full
 from kvpolicy_plugins.given import Given
 from kvpolicy_plugins.h2o import H2O
 from kvpolicy_plugins.heavy import Heavy
 from kvpolicy_plugins.keydiff import KeyDiff
+from kvpolicy_plugins.keyformer import Keyformer
 from kvpolicy_plugins.knorm import Knorm
+from kvpolicy_plugins.lagkv import LagKV
 from kvpolicy_plugins.lfu import LFU
 from kvpolicy_plugins.lru import LRU
+from kvpolicy_plugins.nacl import NACL
 from kvpolicy_plugins.pyramid import Pyramid
 from kvpolicy_plugins.random import Random
 from kvpolicy_plugins.recent import Recent
+from kvpolicy_plugins.rkv import RKV
+from kvpolicy_plugins.scissorhands import Scissorhands
 from kvpolicy_plugins.sinks import Sinks
 from kvpolicy_plugins.snapkv import SnapKV
 from kvpolicy_plugins.span import Span
@@ -40,11 +46,17 @@ ranges = st.sampled_from(["0", "0-1", "-4:", ":50%", "50%:", "0,3,5-7", ":", "7"
 
 simple: Strategy = st.one_of(
     *(st.builds(cls) for cls in (Full, H2O, Heavy, LRU, Random, Recent, Sinks, SnapKV, StreamingLLM)),
-    *(st.builds(cls) for cls in (A2SF, KeyDiff, Knorm, LFU, TOVA)),
+    *(st.builds(cls) for cls in (A2SF, AhaKV, KeyDiff, Keyformer, Knorm, LagKV, LFU, NACL, RKV, Scissorhands, TOVA)),
     st.builds(H2O, recent=shares, sinks=tokens),
     st.builds(H2O, decay=st.floats(0, 1), normalise=st.sampled_from(["none", "visible"])),
     st.builds(A2SF, decay=st.floats(0, 1), group=st.sampled_from(["mean", "max"])),
     st.builds(LFU, tau=positive, normalise=st.sampled_from(["none", "visible"])),
+    st.builds(AhaKV, window=counts, length=st.none() | counts),
+    st.builds(Keyformer, start=positive, end=positive, noise=st.sampled_from(["gumbel", "none"])),
+    st.builds(LagKV, lag=st.integers(2, 99), compare=st.sampled_from(["lag", "all"])),
+    st.builds(NACL, proxies=counts, drawn=shares, seed=st.integers(-(2**63), 2**63)),
+    st.builds(RKV, window=counts, weight=st.floats(0, 1), alike=st.floats(-1, 1)),
+    st.builds(Scissorhands, window=counts, recent=shares),
     st.builds(TOVA, heads=st.sampled_from(["layer", "each"])),
     st.builds(LRU, tau=positive, recent=shares),
     st.builds(Random, seed=st.integers(-(2**63), 2**63), draw=st.sampled_from(["fixed", "fresh"])),

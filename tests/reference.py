@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -223,11 +224,197 @@ class RandomRule(Rule):
     defaults = {"sinks": 4, "recent": 0.5}
 
     def worth(self, position: int, seen: int) -> tuple:
+        return (self.ticket(position, *[seen] * (self.options.get("draw") == "fresh")),)
+
+    def ticket(self, *numbers: int) -> float:
         lanes = [self.layer, torch.tensor(self.head)]
         if self.options.get("rows", "independent") == "independent":
             lanes.append(torch.tensor(self.row))
-        fresh = [torch.tensor(seen)] if self.options.get("draw") == "fresh" else []
-        return (float(uniform(self.options.get("seed", 0), *lanes, torch.tensor(position), *fresh)),)
+        return float(uniform(self.options.get("seed", 0), *lanes, *map(torch.tensor, numbers)))
+
+
+def softmax(logits: dict[int, float]) -> dict[int, float]:
+    most = max(logits.values(), default=0.0)
+    weights = {p: math.exp(logit - most) for p, logit in logits.items()}
+    return {p: weight / sum(weights.values()) for p, weight in weights.items()}
+
+
+def gumbel(number: float) -> float:
+    return -math.log(-math.log(max(number, 2.0**-25)))
+
+
+def mean_of(rows: list[dict[int, float]]) -> dict[int, float]:
+    return {p: sum(row[p] for row in rows) / len(rows) for p in rows[0]}
+
+
+class ScissorhandsRule(Rule):
+    defaults = {"window": 400, "recent": 10}
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.rows: list[dict[int, float]] = []
+
+    def observe(self, query: int, probs: dict[int, float]) -> None:
+        self.rows = [*self.rows, probs][-self.options["window"] :]
+
+    def rank(self, held: list[int], seen: int, budget: int, decoding: bool) -> list[int]:
+        self.average = 1 / len(held)
+        return super().rank(held, seen, budget, decoding)
+
+    def worth(self, position: int, seen: int) -> tuple:
+        given = [row[position] for row in self.rows if position in row]
+        return -sum(p < self.average for p in given), sum(given) / len(given), position
+
+
+class KeyformerRule(RandomRule):
+    defaults = {"recent": 0.3, "start": 1.0, "end": 2.0, "steps": 100, "noise": "gumbel"}
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.score: dict[int, float] = defaultdict(float)
+        self.call: list[tuple[int, list[dict[int, float]]]] = []
+        self.tickets: dict[int, int] = {}
+        self.read = 0
+
+    def heads(self, query: int, probs: list[dict[int, float]], logits: list[dict[int, float]], mine: slice) -> None:
+        self.call.append((query, logits[mine]))
+
+    def finish(self, rows: list[dict[int, float]], seen: int, decoding: bool) -> None:
+        start, end, steps = (self.options[name] for name in ("start", "end", "steps"))
+        heat = start + (end - start) * min(seen - self.read - 1, steps) / steps if decoding else start
+        for query, heads in self.call:
+            for head, logits in enumerate(heads):
+                noise = self.noise(head, query, list(logits))
+                for p, x in softmax({p: (z + noise[p]) / heat for p, z in logits.items()}).items():
+                    self.score[p] += x / len(heads)
+        self.call = []
+        self.read = self.read if decoding else seen
+
+    def noise(self, head: int, query: int, keys: list[int]) -> dict[int, float]:
+        if self.options["noise"] == "none":
+            return dict.fromkeys(keys, 0.0)
+        self.tickets.update((p, int(self.ticket(p) * 2**24)) for p in keys if p not in self.tickets)
+        tickets = torch.tensor([self.tickets[p] for p in keys])
+        lanes = (tickets, torch.tensor(head), torch.tensor(query), torch.tensor(keys))
+        drawn = uniform(self.options.get("seed", 0), *lanes).tolist()
+        return {p: gumbel(u) for p, u in zip(keys, drawn, strict=True)}
+
+    def worth(self, position: int, seen: int) -> tuple:
+        return (self.score[position],)
+
+
+class LagKVRule(KeysRule):
+    defaults = {"lag": 128, "sinks": 16, "recent": 1, "compare": "lag"}
+
+    def rank(self, held: list[int], seen: int, budget: int, decoding: bool) -> list[int]:
+        lag, sinks = self.options["lag"], self.options["sinks"]
+        lags = [held[i : i + lag] for i in range(sinks, len(held) - lag + 1, lag)]
+        self.scores: dict[int, float] = {}
+        for these, following in pairwise(lags):
+            keys, values = (self.deviations(kind, these, following) for kind in (self.keys, self.values))
+            scores = {p: (keys[p] + values[p]) / 2 for p in these}
+            if self.options["compare"] == "lag":
+                scores = {p: place / lag for place, p in enumerate(sorted(these, key=lambda p: scores[p]))}
+            self.scores.update(scores)
+        return super().rank(held, seen, budget, decoding)
+
+    @staticmethod
+    def deviations(vectors: dict[int, Tensor], these: list[int], following: list[int]) -> dict[int, float]:
+        ahead = torch.stack([vectors[p] for p in following])
+        least, most = ahead.min(0).values, ahead.max(0).values
+        return softmax({p: float(((vectors[p] - least) / (most - least)).std()) for p in these})
+
+    def worth(self, position: int, seen: int) -> tuple:
+        return self.scores.get(position, 2.0), position
+
+
+class VotesRule(Rule):
+    """Sums over the last queries of a prompt or chunk, and a running sum of the same length while decoding."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.votes: dict[int, float] = defaultdict(float)
+
+    def vote(self, rows: list[dict[int, float]], window: int, decoding: bool) -> None:
+        if rows:
+            left = 1 - 1 / window if decoding else 0
+            self.votes = defaultdict(float, {p: x * left for p, x in self.votes.items()})
+        for row in rows[-window:]:
+            for p, x in row.items():
+                self.votes[p] += x
+
+
+class NACLRule(VotesRule, RandomRule):
+    defaults = {"proxies": 32, "drawn": 0.35, "sinks": 4, "recent": 0.05}
+
+    def finish(self, rows: list[dict[int, float]], seen: int, decoding: bool) -> None:
+        self.vote(rows, self.options["proxies"], decoding)
+
+    def rank(self, held: list[int], seen: int, budget: int, decoding: bool) -> list[int]:
+        first = self.stay(held, seen, budget)
+        score = {p: self.votes[p] / self.options["proxies"] for p in held}
+        rest = sorted((p for p in held if p not in first), key=lambda p: (-score[p], p))
+        sure = max(budget - len(first) - tokens_of(self.options["drawn"], budget), 0)
+        drawn = sorted(rest[sure:], key=lambda p: -score[p] - gumbel(self.ticket(p)))
+        return first + rest[:sure] + drawn
+
+
+class RKVRule(KeysRule):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.window = self.options.get("window", 8)
+        self.options["recent"] = self.window
+        self.rows: list[dict[int, float]] = []
+
+    def heads(self, query: int, probs: list[dict[int, float]], logits: list[dict[int, float]], mine: slice) -> None:
+        best = {p: max(head[p] for head in logits[mine]) for p in logits[mine][0]}
+        self.rows = [*self.rows, best][-self.window :]
+
+    def rank(self, held: list[int], seen: int, budget: int, decoding: bool) -> list[int]:
+        past = [p for p in held if p < seen - self.window]
+        given = mean_of([softmax({p: row[p] for p in past}) for row in self.rows])
+        reach = self.options.get("kernel", 7) // 2
+        important = {p: max(given[q] for q in past[max(0, i - reach) : i + reach + 1]) for i, p in enumerate(past)}
+        redundant, weight = self.redundant(held), self.options.get("weight", 0.1)
+        self.scores = {p: weight * important[p] - (1 - weight) * redundant[p] for p in past}
+        return super().rank(held, seen, budget, decoding)
+
+    def redundant(self, held: list[int]) -> dict[int, float]:
+        total = dict.fromkeys(held, 0.0)
+        for p in held:
+            cosines = {q: float(torch.cosine_similarity(self.keys[p], self.keys[q], dim=0)) for q in held if q != p}
+            newest = max((q for q, c in cosines.items() if c > self.options.get("alike", 0.5)), default=None)
+            for q, c in cosines.items():
+                total[q] += 0.0 if q == newest else c
+        return softmax({p: x / len(held) for p, x in total.items()})
+
+    def worth(self, position: int, seen: int) -> tuple:
+        return (self.scores[position],)
+
+
+class AhaKVRule(KeysRule, VotesRule):
+    defaults = {"window": 64, "length": 256, "recent": 0.5}
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.call: list[dict[int, float]] = []
+
+    def heads(self, query: int, probs: list[dict[int, float]], logits: list[dict[int, float]], mine: slice) -> None:
+        self.call.append(mean_of([self.sharpened(head) for head in logits[mine]]))
+
+    def sharpened(self, logits: dict[int, float]) -> dict[int, float]:
+        length, mean = self.options["length"], sum(logits.values()) / len(logits)
+        variance = sum((z - mean) ** 2 for z in logits.values()) / len(logits)
+        longer = math.log(len(logits) / length) if length is not None and len(logits) > length else 0.0
+        gain = math.sqrt(1 + 2 * longer / variance) if longer else 1.0
+        return softmax({p: gain * z for p, z in logits.items()})
+
+    def finish(self, rows: list[dict[int, float]], seen: int, decoding: bool) -> None:
+        self.vote(self.call, self.options["window"], decoding)
+        self.call = []
+
+    def worth(self, position: int, seen: int) -> tuple:
+        return (self.votes[position] * float(self.values[position].norm()),)
 
 
 class SnapKVRule(Rule):
@@ -417,9 +604,15 @@ RULES: dict[str, type[Rule]] = {
 """Whole policies."""
 MORE: dict[str, type[Rule]] = {
     "a2sf": A2SFRule,
+    "ahakv": AhaKVRule,
     "keydiff": KeyDiffRule,
+    "keyformer": KeyformerRule,
     "knorm": KnormRule,
+    "lagkv": LagKVRule,
     "lfu": LFURule,
+    "nacl": NACLRule,
+    "rkv": RKVRule,
+    "scissorhands": ScissorhandsRule,
     "tova": TOVARule,
 }
 """Whole policies with signals of other kinds."""

@@ -26,16 +26,17 @@ class TOVA(EvictionPolicy):
     last = SlotField(fill=0.0)
 
     def observe(self, view: View) -> Mapping[str, Tensor]:
-        return {"last": view.attention.last()}
+        last = view.attention.last()
+        return {"last": torch.where(last.sum(-1, keepdim=True) > 0, last, view["last"])}  # rows of padding are zero
 
     def protected(self, view: View) -> Tensor:
         return view.positions < 0
 
     def priority(self, view: View) -> Tensor:
-        return view["last"] if self.heads == "each" else _over_heads(view["last"], view.positions)
+        return view["last"] if self.heads == "each" else over_heads(view["last"], view.positions)
 
 
-def _over_heads(score: Tensor, positions: Tensor) -> Tensor:
+def over_heads(score: Tensor, positions: Tensor) -> Tensor:
     """The mean over the heads of what they give to the same position, zero where one does not hold it.
 
     Heads may hold different tokens, after another policy's turn say, and have them in different slots.

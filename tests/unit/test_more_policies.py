@@ -6,9 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from kvpolicy_plugins import rkv
+from kvpolicy_plugins._gumbel import gumbel
+from kvpolicy_plugins.ahakv import sharpened
+from kvpolicy_plugins.keyformer import Keyformer
+from kvpolicy_plugins.rkv import redundancy
+from kvpolicy_plugins.tova import over_heads
 from torch import Tensor
 
 from kvpolicy import EvictionCache, load
+from kvpolicy.draw import uniform
 from kvpolicy.testing import check_policy
 from tests import tiny
 from tests.reference import MORE
@@ -19,14 +26,28 @@ from tests.unit.test_step import Strict
 SPECS: dict[str, dict[str, Any]] = {
     "a2sf": {"kind": "a2sf"},
     "a2sf, max": {"kind": "a2sf", "decay": 0.5, "recent": 2, "group": "max"},
+    "ahakv": {"kind": "ahakv", "length": 6},
+    "ahakv, plain": {"kind": "ahakv", "window": 3, "length": None, "recent": 2, "sinks": 1},
     "h2o, fading": {"kind": "h2o", "decay": 0.8},
     "h2o, mean": {"kind": "h2o", "normalise": "visible"},
     "h2o, fading mean": {"kind": "h2o", "decay": 0.9, "normalise": "visible", "recent": 2},
     "h2o, max": {"kind": "h2o", "group": "max", "sinks": 1},
     "keydiff": {"kind": "keydiff"},
+    "keyformer": {"kind": "keyformer", "steps": 20},
+    "keyformer, seed": {"kind": "keyformer", "seed": 4, "rows": "shared", "start": 0.5, "end": 3, "steps": 9},
+    "keyformer, quiet": {"kind": "keyformer", "noise": "none", "recent": 1},
     "knorm": {"kind": "knorm"},
+    "lagkv": {"kind": "lagkv", "lag": 3, "sinks": 2},
+    "lagkv, all": {"kind": "lagkv", "lag": 4, "sinks": 0, "compare": "all"},
+    "lagkv, short": {"kind": "lagkv"},
     "lfu": {"kind": "lfu"},
     "lfu, visible": {"kind": "lfu", "normalise": "visible", "tau": 1.5, "recent": 1},
+    "nacl": {"kind": "nacl", "proxies": 4, "sinks": 1},
+    "nacl, recent": {"kind": "nacl", "proxies": 2, "drawn": 3, "sinks": 0, "recent": 2, "seed": 5, "rows": "shared"},
+    "rkv": {"kind": "rkv", "window": 3},
+    "rkv, attention": {"kind": "rkv", "window": 2, "weight": 0.8, "kernel": 3, "alike": 0.2},
+    "scissorhands": {"kind": "scissorhands", "window": 6, "recent": 2},
+    "scissorhands, all": {"kind": "scissorhands", "recent": 0.25},
     "tova": {"kind": "tova"},
     "tova, each": {"kind": "tova", "heads": "each"},
 }
@@ -45,6 +66,7 @@ every = pytest.mark.parametrize("name", list(SPECS))
         ("h2o", {"decay": 0.5, "recent": 1}, [0, 3, 5]),
         ("h2o", {"normalise": "visible", "recent": 0}, [0, 2, 3]),
         ("h2o", {"group": "max", "recent": 1}, [0, 2, 5]),
+        ("keyformer", {"noise": "none", "recent": 1}, [0, 2, 5]),
         ("lfu", {"recent": 1}, [0, 2, 5]),
         ("tova", {}, [0, 3, 5]),
         ("tova", {"heads": "each"}, [0, 3, 5]),
@@ -95,13 +117,136 @@ def test_keydiff_drops_what_points_where_the_others_do() -> None:
     assert by_keys("keydiff", [[5, 0], [0.1, 0], [0, 1]], 2) == [1, 2], "length is no matter"
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "expected"),
+    [
+        ("scissorhands", {"window": 3, "recent": 1}, [0, 2, 5]),
+        ("nacl", {"proxies": 2, "sinks": 0, "recent": 1, "drawn": 0}, [0, 2, 5]),
+    ],
+)
+def test_windows(kind: str, options: dict[str, Any], expected: list[int]) -> None:
+    assert kept(kind, blocks=3, **options) == expected  # the last block holds the window
+
+
+def test_scissorhands_counts() -> None:
+    trace = observed("scissorhands", blocks=3, window=3, recent=1)
+    counted, mean, _ = trace.policy.priority(trace.view())
+    assert (-counted).flatten().tolist() == [0, 3, 1, 1, 1, 0]
+    torch.testing.assert_close(
+        mean.flatten(), torch.tensor([0.95, 0.2, 0.75, 0.61, 0.29, 0.2]) / torch.tensor([3, 3, 3, 3, 2, 1])
+    )
+    trace.observe([[0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.4]])
+    counted, _, _ = trace.policy.priority(trace.view())
+    assert (-counted).flatten().tolist() == [1, 3, 2, 2, 2, 1, 0], "query 3 has left the window, and t is 7"
+
+
+def test_keyformer_adds_noise_and_warms_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, noise = [2, 0.5, 1, 0.2, 0.8, 1.5], [-0.3, 1.9, 0.1, -0.2, 0.6, 0.0]
+    monkeypatch.setattr(Keyformer, "_drawn", lambda self, view, logits: torch.tensor(noise)[: logits.shape[-1]])
+    for start, expected in (
+        (1.0, [0.1885, 0.3796, 0.1035, 0.0344, 0.1397, 0.1543]),
+        (2.0, [0.1868, 0.2651, 0.1384, 0.0798, 0.1608, 0.1690]),
+    ):
+        trace = Trace(load({"kind": "keyformer", "start": start, "recent": 1}), 3)
+        trace.observe([[1.0]] * 5)  # what matters is the next row
+        trace.fields["score"].zero_()
+        trace.observe([torch.tensor(logits).softmax(-1).tolist()])
+        torch.testing.assert_close(trace.fields["score"].flatten(), torch.tensor(expected), atol=1e-4, rtol=0)
+        assert trace.evict() == [0, 1, 5]
+
+
+def test_keyformer_temperature_rises_while_decoding_and_starts_again() -> None:
+    policy = load({"kind": "keyformer", "noise": "none", "steps": 4, "start": 1.0, "end": 3.0})
+    trace = Trace(policy, 99)
+    row = [0.6, 0.4]
+    trace.observe([[1.0], row])
+    found = []
+    for _ in range(6):
+        before = trace.fields["score"].flatten()[:2].clone()
+        trace.observe([[*row, *[0.0] * (trace.seen - 1)]])
+        gained = trace.fields["score"].flatten()[:2] - before
+        found.append(float((torch.tensor(row).log().diff() / gained.log().diff())[0]))
+    assert found == pytest.approx([1.0, 1.5, 2.0, 2.5, 3.0, 3.0], abs=1e-3)
+    trace.observe([[1.0] + [0.0] * trace.seen, [1.0] + [0.0] * (trace.seen + 1)])
+    assert int(trace.fields["read"].min()) == int(trace.fields["read"].max()) == trace.seen
+
+
+def test_gumbel_noise_is_standard() -> None:
+    noise = gumbel(uniform(0, torch.arange(200_000)), torch.float64)
+    assert float(noise.mean()) == pytest.approx(0.5772, abs=0.01)
+    assert float(noise.var()) == pytest.approx(1.6449, abs=0.03)
+    assert bool(gumbel(torch.tensor([0.0, 1 - 2**-24]), torch.float32).isfinite().all())
+
+
+def test_nacl_draws_by_the_softmax_of_scores() -> None:
+    """One is sure; the other comes from the rest, by chances that are nearly even."""
+    drawn = []
+    for seed in range(3000):
+        trace = Trace(load({"kind": "nacl", "proxies": 1, "sinks": 0, "recent": 0, "drawn": 1, "seed": seed}), 2)
+        trace.observe([[1.0], [0.5, 0.5], [0.3, 0.4, 0.3], [0.4, 0.1, 0.3, 0.2]], 3)
+        one, other = trace.evict()
+        assert one == 0
+        drawn.append(other)
+    chances = [drawn.count(p) / len(drawn) for p in (1, 2, 3)]
+    assert chances == pytest.approx([0.301, 0.367, 0.332], abs=0.03)
+
+
+def test_lagkv_scales_by_the_lag_that_follows() -> None:
+    vectors = torch.tensor([[0, 1], [2, 1], [0, 0], [1, 2.0]])
+    view = Trace(load({"kind": "lagkv", "lag": 2, "sinks": 0, "compare": "all"}), 3, vectors, vectors)
+    view.observe([[1.0]] * 4)
+    worth, _ = view.policy.priority(view.view())
+    torch.testing.assert_close(worth.flatten(), torch.tensor([0.3302, 0.6698, 2, 2]), atol=1e-4, rtol=0)
+    assert view.evict() == [1, 2, 3]
+    assert by_keys("lagkv", vectors.tolist(), 2, vectors, lag=2, sinks=0) == [2, 3], "what nothing follows stays"
+    flat = torch.tensor([[0, 1], [2, 1], [0, 3], [1, 3.0]])
+    assert by_keys("lagkv", flat.tolist(), 3, flat, lag=2, sinks=0) == [1, 2, 3], "a channel that stays the same"
+
+
+def test_rkv_weighs_importance_and_redundancy() -> None:
+    keys = torch.tensor([[1, 0], [0.99, 0.14], [0, 1], [0.6, -0.8]])
+    positions = torch.arange(4).view(1, 1, -1)
+    redundant = redundancy(keys.view(1, 1, 4, 2), positions, 0.5).flatten()
+    torch.testing.assert_close(redundant, torch.tensor([0.2343, 0.3506, 0.1987, 0.2164]), atol=1e-4, rtol=0)
+    row = [[1.0]] * 4 + [[0.30, 0.28, 0.22, 0.20, 0.0]]
+    for weight, expected in ((0.1, [2, 3, 4]), (0.9, [0, 1, 4])):
+        policy = load({"kind": "rkv", "window": 1, "kernel": 1, "weight": weight})
+        trace = Trace(policy, 3, torch.cat([keys, torch.zeros(1, 2)]))
+        trace.observe(row, 4)
+        assert trace.evict() == expected
+
+
+def test_rkv_compares_all_keys_whatever_fits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, positions = torch.randn(2, 3, 40, 4, generator=torch.Generator().manual_seed(0)), torch.arange(40)
+    positions = positions.flip(0).expand(2, 3, -1)
+    whole = redundancy(keys, positions, 0.5)
+    monkeypatch.setattr(rkv, "_ROWS", 7)
+    torch.testing.assert_close(redundancy(keys, positions, 0.5), whole)
+
+
+@pytest.mark.parametrize(("values", "expected"), [([0.2, 1, 1, 2, 1.5, 1], [2, 3, 5]), ([1.0] * 6, [0, 2, 5])])
+def test_ahakv_weighs_by_values(values: list[float], expected: list[int]) -> None:
+    lengths = torch.tensor(values).unsqueeze(-1)
+    trace = Trace(load({"kind": "ahakv", "window": 2, "recent": 1}), 3, lengths, lengths)
+    trace.observe(ROWS, 4)
+    assert trace.evict() == expected
+
+
+def test_ahakv_sharpens_to_the_entropy_of_fewer_tokens() -> None:
+    logits = torch.randn(1, 4000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    row = sharpened(logits, 1000)
+    few = logits[:, :1000].softmax(-1)
+    entropies = [float(-(p * p.log()).sum()) for p in (row, few, logits.softmax(-1))]
+    assert entropies[0] == pytest.approx(entropies[1], abs=0.25)
+    assert entropies[0] < entropies[2] - 1
+    torch.testing.assert_close(sharpened(logits, 4000), logits.softmax(-1))
+
+
 def test_tova_joins_heads_by_position() -> None:
     """Heads that hold different tokens, in slots of different order."""
-    from kvpolicy_plugins.tova import _over_heads
-
     positions = torch.tensor([[[0, 3, 7], [7, -1, 0]]], dtype=torch.int32)
     score = torch.tensor([[[0.5, 0.3, 0.2], [0.6, 0.0, 0.4]]])
-    torch.testing.assert_close(_over_heads(score, positions), torch.tensor([[[0.45, 0.15, 0.4], [0.4, 0.0, 0.45]]]))
+    torch.testing.assert_close(over_heads(score, positions), torch.tensor([[[0.45, 0.15, 0.4], [0.4, 0.0, 0.45]]]))
 
 
 # -- identities ------------------------------------------------------------------------------------------------
@@ -115,6 +260,12 @@ def test_tova_joins_heads_by_position() -> None:
         ({"kind": "h2o", "recent": 1.0}, "recent"),
         ({"kind": "h2o", "decay": 0.7, "recent": 2}, {"kind": "a2sf", "decay": 0.7, "recent": 2}),
         ({"kind": "a2sf", "decay": 1, "recent": 0}, "heavy"),
+        ({"kind": "keyformer", "noise": "none", "end": 1, "recent": 0}, "heavy"),
+        ({"kind": "keyformer", "noise": "none", "end": 1, "recent": 0.5}, "h2o"),
+        (
+            {"kind": "nacl", "proxies": 3, "drawn": 0, "sinks": 0, "recent": 3},
+            {"kind": "snapkv", "window": 3, "kernel": 1},
+        ),
         ({"kind": "a2sf", "decay": 0, "recent": 0}, {"kind": "tova", "heads": "each"}),
     ],
 )
@@ -163,6 +314,14 @@ def test_chunks_a_second_turn_and_a_padded_batch(name: str) -> None:
 
 
 @every
+def test_a_row_that_pauses(name: str) -> None:
+    """Padding in the middle, for a chunk and for some steps."""
+    tokens, mask = tiny.ids(2, 45), torch.ones(2, 45, dtype=torch.long)
+    mask[1, 22:32] = 0
+    compare(SPECS[name], tiny.family("llama"), 9, tokens, [16, 4, 1, 1, 7, 1, 1, 1, 1, 1, 6, 1, 1, 1, 1, 1], mask)
+
+
+@every
 def test_cut_seldom(name: str) -> None:
     policy = {"kind": "every", "tokens": 5, "of": SPECS[name]}
     compare(policy, tiny.family("llama", heads=6, kv_heads=2), 10, tiny.ids(2, 60), [3, 15] + [1] * 42)
@@ -205,3 +364,22 @@ def test_no_synchronisation_in_a_decode_step(name: str, padded: bool, budget: An
                 position_ids=places,
                 **tiny.cache_argument(cache),
             )
+
+
+@torch.no_grad()
+@every
+def test_a_steady_step_compiles_once_to_the_same_tokens(name: str) -> None:
+    model = tiny.family("llama", dtype=torch.float32)
+
+    def run(step: Any) -> tuple[list[int], list[Any]]:
+        cache = EvictionCache(model, SPECS[name], budget=12)
+        token = model(tiny.ids(1, 20), **tiny.cache_argument(cache)).logits[:, -1:].argmax(-1)
+        tokens = []
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for _ in range(12):
+                token = step(token, **tiny.cache_argument(cache)).logits[:, -1:].argmax(-1)
+                tokens.append(int(token))
+        return tokens, cache.positions(1).tolist()
+
+    torch._dynamo.reset()
+    assert run(torch.compile(model.forward, fullgraph=True, backend="eager")) == run(model.forward)

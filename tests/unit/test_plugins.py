@@ -17,8 +17,8 @@ from kvpolicy.plugins import Registry, registry, subclasses_in
 from kvpolicy.policy import EvictionPolicy
 
 FIRST_PARTY = {
-    "a2sf", "full", "h2o", "heavy", "keydiff", "knorm", "lfu", "lru", "random", "recent", "sinks", "snapkv", "span",
-    "streaming_llm", "tova",
+    "a2sf", "ahakv", "full", "h2o", "heavy", "keydiff", "keyformer", "knorm", "lagkv", "lfu", "lru", "nacl", "random",
+    "recent", "rkv", "scissorhands", "sinks", "snapkv", "span", "streaming_llm", "tova",
 }  # fmt: skip
 
 IMPORTS = """
