@@ -19,8 +19,8 @@ class KeyDiff(EvictionPolicy):
 
     kind: Literal["keydiff"] = "keydiff"
 
-    def protected(self, view: View) -> Tensor:
-        return view.positions < 0
+    def protected(self, view: View) -> None:
+        return None
 
     def priority(self, view: View) -> tuple[Tensor, ...]:
         keys = unit(view.keys, view.valid)

@@ -18,8 +18,8 @@ class Knorm(EvictionPolicy):
 
     kind: Literal["knorm"] = "knorm"
 
-    def protected(self, view: View) -> Tensor:
-        return view.positions < 0
+    def protected(self, view: View) -> None:
+        return None
 
     def priority(self, view: View) -> Tensor:
         return -wide(view.keys).norm(dim=-1)

@@ -51,7 +51,7 @@ class NACL(EvictionPolicy):
     def priority(self, view: View) -> tuple[Tensor, ...]:
         score, protected = view["votes"] / self.proxies, self.protected(view)
         count = view.budget - (protected & view.eligible).sum(-1, keepdim=True) - view.tokens(self.drawn)
-        best = top((score,), view.eligible & ~protected, view.positions, count)
+        best = top((score,), view.without(protected), view.positions, count)
         return best.char(), score + gumbel(self._tickets(view), score.dtype)
 
     def _tickets(self, view: View) -> Tensor:

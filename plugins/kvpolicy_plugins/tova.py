@@ -29,8 +29,8 @@ class TOVA(EvictionPolicy):
         last = view.attention.last()
         return {"last": torch.where(last.sum(-1, keepdim=True) > 0, last, view["last"])}  # rows of padding are zero
 
-    def protected(self, view: View) -> Tensor:
-        return view.positions < 0
+    def protected(self, view: View) -> None:
+        return None
 
     def priority(self, view: View) -> Tensor:
         return view["last"] if self.heads == "each" else over_heads(view["last"], view.positions)

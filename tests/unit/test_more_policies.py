@@ -327,6 +327,26 @@ def test_cut_seldom(name: str) -> None:
     compare(policy, tiny.family("llama", heads=6, kv_heads=2), 10, tiny.ids(2, 60), [3, 15] + [1] * 42)
 
 
+COMPOSED: dict[str, dict[str, Any]] = {
+    "union": {
+        "kind": "union",
+        "parts": [{"take": 2, "of": "sinks"}, {"take": 4, "of": SPECS["nacl"]}, {"of": "knorm"}],
+    },
+    "blend": {
+        "kind": "blend",
+        "parts": [{"of": SPECS["lfu"]}, {"of": SPECS["keyformer"], "weight": 1.37}, {"of": "tova", "weight": 2.11}],
+    },
+    "cascade": {"kind": "cascade", "narrow": SPECS["h2o, max"], "to": 1.5, "pick": SPECS["keyformer, quiet"]},
+    "protect": {"kind": "protect", "sinks": 2, "recent": 2, "of": SPECS["nacl, recent"]},
+    "layers": {"kind": "layers", "at": {"0": SPECS["rkv"]}, "default": SPECS["scissorhands"]},
+}
+
+
+@pytest.mark.parametrize("name", list(COMPOSED))
+def test_compositions(name: str) -> None:
+    compare(COMPOSED[name], tiny.family("llama"), 10, tiny.ids(2, 60), [22, 6] + [1] * 32)
+
+
 def test_tova_after_a_policy_with_a_set_for_each_head() -> None:
     policy = {"kind": "phases", "prefill": "h2o", "decode": "tova"}
     compare(policy, tiny.family("llama"), 9, tiny.ids(2, 50), [20] + [1] * 20 + [10])
