@@ -8,7 +8,6 @@ from pydantic import Field
 from torch import Tensor
 
 from kvpolicy.policy import EvictionPolicy, Need, Share, SlotField, View
-from kvpolicy_plugins._uses import used
 
 
 class LFU(EvictionPolicy):
@@ -32,12 +31,13 @@ class LFU(EvictionPolicy):
     mass = SlotField(fill=0.0)
 
     def observe(self, view: View) -> Mapping[str, Tensor]:
-        uses = used(view, self.tau)
-        when = torch.where(uses, view.attention.positions, -1).amax(-2)
+        rows = view.attention.rows()
+        used = rows >= self.tau / view.attention.visible()
+        when = torch.where(used, view.attention.positions, -1).amax(-2)
         return {
-            "uses": view["uses"] + uses.sum(-2, dtype=torch.int32),
+            "uses": view["uses"] + used.sum(-2, dtype=torch.int32),
             "last_used": view["last_used"].maximum(when),
-            "mass": view["mass"] + view.attention.sum(),
+            "mass": view["mass"] + rows.sum(-2),
         }
 
     def protected(self, view: View) -> Tensor:

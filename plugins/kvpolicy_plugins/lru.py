@@ -8,7 +8,6 @@ from pydantic import Field
 from torch import Tensor
 
 from kvpolicy.policy import EvictionPolicy, Need, Share, SlotField, View
-from kvpolicy_plugins._uses import used
 
 
 class LRU(EvictionPolicy):
@@ -30,8 +29,10 @@ class LRU(EvictionPolicy):
     mass = SlotField(fill=0.0)
 
     def observe(self, view: View) -> Mapping[str, Tensor]:
-        when = torch.where(used(view, self.tau), view.attention.positions, -1).amax(-2)
-        return {"last_used": view["last_used"].maximum(when), "mass": view["mass"] + view.attention.sum()}
+        rows = view.attention.rows()
+        used = rows >= self.tau / view.attention.visible()
+        when = torch.where(used, view.attention.positions, -1).amax(-2)
+        return {"last_used": view["last_used"].maximum(when), "mass": view["mass"] + rows.sum(-2)}
 
     def protected(self, view: View) -> Tensor:
         return view.is_recent(self.recent)

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from kvpolicy_plugins import rkv
 from kvpolicy_plugins._gumbel import gumbel
 from kvpolicy_plugins.ahakv import sharpened
@@ -319,6 +321,24 @@ def test_a_row_that_pauses(name: str) -> None:
     tokens, mask = tiny.ids(2, 45), torch.ones(2, 45, dtype=torch.long)
     mask[1, 22:32] = 0
     compare(SPECS[name], tiny.family("llama"), 9, tokens, [16, 4, 1, 1, 7, 1, 1, 1, 1, 1, 6, 1, 1, 1, 1, 1], mask)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    name=st.sampled_from(list(SPECS)),
+    heads=st.sampled_from([(4, 4), (4, 2), (4, 1), (6, 2)]),
+    more=st.integers(0, 16),
+    calls=st.lists(st.integers(1, 20), min_size=1, max_size=3),
+    steps=st.integers(5, 45),
+    rows=st.integers(1, 2),
+    seed=st.integers(0, 10_000),
+)
+def test_any_sizes(
+    name: str, heads: tuple[int, int], more: int, calls: list[int], steps: int, rows: int, seed: int
+) -> None:
+    model = tiny.family("llama", seed=seed, heads=heads[0], kv_heads=heads[1])
+    calls, least = [*calls, *[1] * steps], max(load(SPECS[name]).required(), 1)
+    compare(SPECS[name], model, least + more, tiny.ids(rows, sum(calls), seed), calls)
 
 
 @every
