@@ -425,6 +425,8 @@ class SnapKVRule(Rule):
         self.votes: dict[int, float] = defaultdict(float)
 
     def finish(self, rows: list[dict[int, float]], seen: int, decoding: bool) -> None:
+        if not rows:
+            return
         if decoding:
             for key in set(self.votes) | set(rows[-1]):
                 self.votes[key] = self.votes[key] * (1 - 1 / self.window) + rows[-1].get(key, 0.0)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvpolicy.policy import EvictionPolicy, Need, SlotField, View
 from kvpolicy_plugins._pooling import odd, pooled
+from kvpolicy_plugins._votes import voted
 
 
 class SnapKV(EvictionPolicy):
@@ -41,14 +42,12 @@ class SnapKV(EvictionPolicy):
 
     def observe(self, view: View) -> Mapping[str, Tensor]:
         rows = view.attention.rows(self.group)
-        if view.decoding:
-            return {"votes": view["votes"] * (1 - 1 / self.window) + rows[:, :, -1]}
-        votes = rows.sum(-2)
-        if self.kernel == 1:
+        votes = voted(view["votes"], rows, view, self.window)
+        if view.decoding or self.kernel == 1:
             return {"votes": votes}
-        in_window = view.positions >= view.seen - self.window
-        before = pooled(votes.masked_fill(in_window, 0.0), view.positions, self.kernel, self.pooling)
-        return {"votes": torch.where(in_window, votes, before)}
+        stays = (view.positions >= view.seen - self.window) | (rows.sum((-2, -1)).unsqueeze(-1) == 0)
+        before = pooled(votes.masked_fill(stays, 0.0), view.positions, self.kernel, self.pooling)
+        return {"votes": torch.where(stays, votes, before)}
 
     def protected(self, view: View) -> Tensor:
         return view.is_recent(self.window)

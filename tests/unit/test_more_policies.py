@@ -26,6 +26,7 @@ from tests.unit.test_reference import compare
 from tests.unit.test_step import Strict
 
 SPECS: dict[str, dict[str, Any]] = {
+    "snapkv": {"kind": "snapkv", "window": 3, "kernel": 3},
     "a2sf": {"kind": "a2sf"},
     "a2sf, max": {"kind": "a2sf", "decay": 0.5, "recent": 2, "group": "max"},
     "ahakv": {"kind": "ahakv", "length": 6},
