@@ -534,6 +534,23 @@ class BlendRule(CompositeRule):
         return {p: (w - mean) / spread if spread else 0.0 for p, w in worth.items()}
 
 
+class VATPRule(CompositeRule, KeysRule):
+    def store(self, position: int, key: Tensor, value: Tensor) -> None:
+        super().store(position, key, value)
+        self.values[position] = value
+
+    def stay(self, held: list[int], seen: int, budget: int) -> list[int]:
+        return self.parts[0].stay(held, seen, budget)
+
+    def worth(self, position: int, seen: int) -> tuple:
+        first, *rest = self.parts[0].worth(position, seen)
+        length = float(self.values[position].norm(p=1 if self.options.get("norm") != "l2" else 2))
+        return first / length if first < 0 else first * length, *rest
+
+    def room(self, decoding: bool) -> float:
+        return self.parts[0].room(decoding)
+
+
 class CascadeRule(CompositeRule):
     def specs(self) -> list[Any]:
         return [self.options["narrow"], self.options["pick"]]
@@ -633,6 +650,7 @@ COMPOSITIONS: dict[str, type[Rule]] = {
     "layers": LayersRule,
     "protect": ProtectRule,
     "every": EveryRule,
+    "vatp": VATPRule,
 }
 
 

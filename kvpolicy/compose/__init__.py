@@ -1,6 +1,6 @@
 """Policies made of policies, one file each. They are ordinary policies with a ``kind`` and nest freely."""
 
-from kvpolicy.compose._base import Composite
+from kvpolicy.compose._base import Composite, has_score
 from kvpolicy.compose.blend import Blend
 from kvpolicy.compose.cascade import Cascade
 from kvpolicy.compose.every import Every
@@ -12,7 +12,7 @@ from kvpolicy.hooks import hookimpl
 from kvpolicy.plugins import subclasses_in
 from kvpolicy.policy import EvictionPolicy
 
-__all__ = ["Blend", "Cascade", "Composite", "Every", "Layers", "Part", "Phases", "Protect", "Union"]
+__all__ = ["Blend", "Cascade", "Composite", "Every", "Layers", "Part", "Phases", "Protect", "Union", "has_score"]
 
 
 @hookimpl

@@ -113,6 +113,11 @@ Chooser = Annotated[Policy, AfterValidator(_evicting_at_once)]
 """A field that holds a policy which only says what goes, not when."""
 
 
+def has_score(policy: EvictionPolicy) -> bool:
+    """Whether it gives each slot a priority, rather than an order alone."""
+    return type(policy).priority is not EvictionPolicy.priority
+
+
 def spelled_out(value: Any) -> Any:
     """A bare policy among parts stands for ``{of: policy}``."""
     bare = isinstance(value, (str, EvictionPolicy)) or (isinstance(value, dict) and "kind" in value)

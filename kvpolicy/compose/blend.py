@@ -9,7 +9,7 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from kvpolicy.compose._base import Chooser, Composite, spelled_out
+from kvpolicy.compose._base import Chooser, Composite, has_score, spelled_out
 from kvpolicy.policy import EvictionPolicy, Policy, View
 from kvpolicy.select import best_first
 
@@ -74,7 +74,7 @@ class Blend(Composite):
 
     @model_validator(mode="after")
     def _has_scores(self) -> Blend:
-        if self.normalise != "rank" and (mixed := [p.of.kind for p in self.parts if isinstance(p.of, Composite)]):
+        if self.normalise != "rank" and (mixed := [p.of.kind for p in self.parts if not has_score(p.of)]):
             raise ValueError(f"{self.normalise} needs a priority, and {mixed[0]} only has an order: normalise by rank")
         return self
 

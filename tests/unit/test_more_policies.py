@@ -26,6 +26,13 @@ from tests.unit.test_reference import compare
 from tests.unit.test_step import Strict
 
 SPECS: dict[str, dict[str, Any]] = {
+    "vatp": {"kind": "vatp", "of": {"kind": "h2o", "sinks": 1, "recent": 3}},
+    "vatp, l2 of ties": {"kind": "vatp", "norm": "l2", "of": {"kind": "lfu", "recent": 2}},
+    "vatp of scores below zero": {"kind": "vatp", "of": "knorm"},
+    "vatp in a union": {
+        "kind": "union",
+        "parts": [{"take": 0.5, "of": "recent"}, {"of": {"kind": "vatp", "of": "heavy"}}],
+    },
     "snapkv": {"kind": "snapkv", "window": 3, "kernel": 3},
     "a2sf": {"kind": "a2sf"},
     "a2sf, max": {"kind": "a2sf", "decay": 0.5, "recent": 2, "group": "max"},

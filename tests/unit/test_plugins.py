@@ -18,7 +18,7 @@ from kvpolicy.policy import EvictionPolicy
 
 FIRST_PARTY = {
     "a2sf", "ahakv", "full", "h2o", "heavy", "keydiff", "keyformer", "knorm", "lagkv", "lfu", "lru", "nacl", "random",
-    "recent", "rkv", "scissorhands", "sinks", "snapkv", "span", "streaming_llm", "tova",
+    "recent", "rkv", "scissorhands", "sinks", "snapkv", "span", "streaming_llm", "tova", "vatp",
 }  # fmt: skip
 
 IMPORTS = """

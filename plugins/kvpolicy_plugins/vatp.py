@@ -1,0 +1,54 @@
+"""VATP: any score, weighed by the length of values."""
+
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import torch
+from pydantic import model_validator
+from torch import Tensor
+
+from kvpolicy.compose import Composite, has_score
+from kvpolicy.policy import EvictionPolicy, Policy, View
+from kvpolicy_plugins._vectors import wide
+
+
+class VATP(Composite):
+    """Value-aware token pruning (Guo et al., EMNLP 2024, arXiv 2406.12335), for any policy that gives scores.
+
+    The priority of `of` is multiplied by the norm of each token's value: a token that is looked at and brings little is
+    worth little. What `of` protects stays. The first tokens have values of nearly no length, so `of` should protect
+    sinks, as the paper does; the paper puts it on H2O and Scissorhands. A score below zero is divided by the norm, so
+    that a longer value is worth more either way.
+    """
+
+    kind: Literal["vatp"] = "vatp"
+    of: Policy
+    """The policy whose scores are weighed. Where its priority is a tuple, the first of it is."""
+    norm: Literal["l1", "l2"] = "l1"
+    """Which norm of a value."""
+
+    @model_validator(mode="after")
+    def _has_scores(self) -> "VATP":
+        if not has_score(self.of):
+            raise ValueError(f"needs a policy with a score, and {self.of.kind} only has an order: put it inside")
+        return self
+
+    def children(self) -> Iterator[tuple[str, EvictionPolicy]]:
+        yield "of", self.of
+
+    def with_parts(self, change: Callable[[EvictionPolicy], EvictionPolicy]) -> EvictionPolicy:
+        return self.replaced(of=change(self.of))
+
+    def room(self, decoding: bool) -> float:
+        return self.of.room(decoding)
+
+    def protected(self, view: View) -> Tensor | None:
+        return self.of.protected(view.part("of"))
+
+    def priority(self, view: View) -> tuple[Tensor, ...]:
+        priority = self.of.priority(view.part("of"))
+        first, *rest = priority if isinstance(priority, tuple) else (priority,)
+        lengths = wide(view.values).norm(p=1 if self.norm == "l1" else 2, dim=-1)
+        lengths = torch.where(view.valid, lengths, 1.0).clamp(min=torch.finfo(lengths.dtype).tiny)
+        score = first.to(torch.promote_types(first.dtype, lengths.dtype))
+        return torch.where(score < 0, score / lengths, score * lengths), *rest
