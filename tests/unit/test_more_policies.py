@@ -19,6 +19,7 @@ from torch import Tensor
 from kvpolicy import EvictionCache, load
 from kvpolicy.draw import uniform
 from kvpolicy.testing import check_policy
+from kvpolicy.testing.case import Case
 from tests import tiny
 from tests.reference import MORE
 from tests.unit.test_policies import ROWS, Trace, kept
@@ -345,7 +346,7 @@ def test_any_sizes(
     name: str, heads: tuple[int, int], more: int, calls: list[int], steps: int, rows: int, seed: int
 ) -> None:
     model = tiny.family("llama", seed=seed, heads=heads[0], kv_heads=heads[1])
-    calls, least = [*calls, *[1] * steps], max(load(SPECS[name]).required(), 1)
+    calls, least = [*calls, *[1] * steps], Case(load(SPECS[name])).least
     compare(SPECS[name], model, least + more, tiny.ids(rows, sum(calls), seed), calls)
 
 
