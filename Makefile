@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test slow bench docs lint types clean FORCE
+.PHONY: help install demo test slow bench peers docs lint types clean FORCE
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,15 @@ bench: install ## Run the benchmarks; numbers go to tests/benchmarks/results/lat
 	@mkdir -p tests/benchmarks/results
 	$(BIN)/python -m pytest tests/benchmarks --benchmark-enable --benchmark-json=tests/benchmarks/results/latest.json
 
+# kvpress needs an older transformers, hence an environment of its own; both exchange files in build/peers.
+PEERS := .venv-peers
+KVPRESS := 0.5.5
+peers: install ## Compare what kvpress keeps with what kvpolicy keeps; results go to tests/peers/results
+	@$(MAKE) --no-print-directory VENV=$(PEERS) $(PEERS)/.kvpress-$(KVPRESS)
+	$(BIN)/python -m tests.peers.prepare build/peers
+	$(PEERS)/bin/python tests/peers/kvpress_kept.py build/peers
+	$(BIN)/python -m tests.peers.compare build/peers
+
 docs: install ## Build the documentation into site/; a warning is an error
 	$(BIN)/mkdocs build --strict
 
@@ -54,7 +63,7 @@ types: install ## Check types
 	$(BIN)/mypy
 
 clean: ## Remove .venv, the demo and everything built
-	rm -rf $(VENV) .venv-oldest demo site build dist .benchmarks .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-oldest $(PEERS) demo site build dist .benchmarks .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.created:
@@ -74,4 +83,9 @@ $(VENV)/.torch: $(VENV)/.created FORCE
 $(VENV)/.installed: pyproject.toml | $(VENV)/.torch
 	@echo "installing kvpolicy"
 	@$(PIP) install --editable ".[dev]" $(WITH)
+	@touch $@
+
+$(PEERS)/.kvpress-$(KVPRESS): | $(PEERS)/.torch
+	@echo "installing kvpress $(KVPRESS)"
+	@$(PIP) install kvpress==$(KVPRESS)
 	@touch $@

@@ -1,11 +1,15 @@
-"""What mkdocs does beside: names in docstrings as pages show them, and tables made from the schema of what is there."""
+"""What mkdocs does beside: names in docstrings as pages show them, tables from the schema and from results."""
 
+import json
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 _ROLE = re.compile(r":(?:class|func|meth|data|attr):<code>~?(?:[\w.]+\.)?(\w+)</code>")
 _TABLE = re.compile(r"<!-- options: (\S+) -->")
+_PEER = re.compile(r"<!-- peer: (\S+) -->")
+_PEERS = Path(__file__).parent.parent / "tests" / "peers" / "results"
 
 
 def on_page_content(html: str, **_: Any) -> str:
@@ -14,8 +18,13 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """``<!-- options: policy -->`` becomes a table of the options of every policy, the same for ``allocator``."""
-    return _TABLE.sub(lambda found: _options(found[1]), markdown)
+    """Tables take the place of comments.
+
+    ``<!-- options: policy -->``: the options of every policy, the same for ``allocator``; ``<!-- peer: kvpress-0.5.5
+    -->``: what ``make peers`` found.
+    """
+    markdown = _TABLE.sub(lambda found: _options(found[1]), markdown)
+    return _PEER.sub(lambda found: _peer(json.loads((_PEERS / f"{found[1]}.json").read_text())), markdown)
 
 
 def _options(sort: str) -> str:
@@ -51,3 +60,17 @@ def _meaning(of: dict[str, Any]) -> str:
     choices = ", ".join(f"`{choice}`" for choice in of.get("enum", ()))
     text: str = of.get("description", "").replace("``", "`").replace("|", r"\|")
     return " ".join(filter(None, (text, f"One of {choices}." if choices else "")))
+
+
+def _peer(results: dict[str, Any]) -> str:
+    lines = ["| pair | kvpress | kvpolicy | kept sets |", "|---|---|---|---|"]
+    for pair in results["pairs"]:
+        options = ", ".join(f"{name}={value}" for name, value in pair["options"].items())
+        policy, budget = (re.sub(r'"(\w+)"', r"\1", json.dumps(pair[of])) for of in ("policy", "budget"))
+        least = min(head for prompt in pair["jaccard"] for layer in prompt for head in layer)
+        found = "equal" if pair["equal"] else f"differ, Jaccard from {least:.2f}: {pair['because']}"
+        lines.append(f"| {pair['name']} | `{pair['press']}({options})` | `{policy}`, budget `{budget}` | {found} |")
+    versions = [f"{name} {version}" for name, version in results["versions"]["kvpress"].items()]
+    ours = [f"{name} {version}" for name, version in results["versions"]["kvpolicy"].items()]
+    made = f"`{results['command']}`: {', '.join(versions)} beside {', '.join(ours)}."
+    return "\n".join([*lines, "", made])

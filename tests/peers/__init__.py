@@ -1,0 +1,1 @@
+"""What other libraries keep, beside what kvpolicy keeps: `make peers`."""
