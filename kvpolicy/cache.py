@@ -412,12 +412,12 @@ class SlotPool(CacheLayerMixin):
         """Fix the budget now that the prompt is known. Each row has its own prompt, hence its own share."""
         assert self.budget is not None
         if self.budget.constant or (mask is None and not self.holes):
-            self.limit = self.budget.resolve(self.get_seq_length())
-            self.policy.check(self.limit, int(self._prefix.max()))
-            return
-        rows = [self.budget.resolve(tokens) for tokens in self.seen.flatten().tolist()]
+            rows = [self.budget.resolve(self.get_seq_length())]
+        else:
+            rows = [self.budget.resolve(tokens) for tokens in self.seen.flatten().tolist()]
+        if self.limit is None:  # a budget that grows holds later what it holds now
+            self.policy.check(min(rows), int(self._prefix.max()))
         self.limit = max(rows)
-        self.policy.check(min(rows), int(self._prefix.max()))
         self.limits = None if min(rows) == self.limit else self.seen.new_tensor(rows).view(-1, 1, 1)
         self.holes = self.holes or self.limits is not None
 

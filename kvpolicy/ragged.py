@@ -18,9 +18,9 @@ from torch import Tensor
 
 from kvpolicy.attention.blocks import Part
 from kvpolicy.attention.rows import AttentionRows
-from kvpolicy.cache import EMPTY, GROWTH, SlotPool, _gathered
+from kvpolicy.cache import EMPTY, GROWTH, SlotPool, _gathered, _grown
 from kvpolicy.policy import View
-from kvpolicy.select import lowest, survivors
+from kvpolicy.select import survivors
 
 PAGE = 16
 """Slots of a page: what a head holds is rounded up to it."""
@@ -184,10 +184,7 @@ class RaggedPool(SlotPool):
             return
         room = self._rooms[True]
         if room == 0:  # nothing is counted: a number that changes would have a compiled step compiled anew
-            victim = lowest(self.policy, self.view())
-            self._tell(victim)
-            self._positions.scatter_(2, victim, EMPTY)
-            self.free.copy_(victim)  # type: ignore[union-attr]
+            self._choose_victim()
             self._fold()
             return
         self._since += 1
@@ -196,7 +193,7 @@ class RaggedPool(SlotPool):
             self._unpack_folded()
             self._cut()
         elif self._space > 0:
-            self.free.copy_((self._positions < 0).int().argmax(-1, keepdim=True))  # type: ignore[union-attr]
+            self.free.copy_(self._first_empty())  # type: ignore[union-attr]
             self._fold()
         else:
             self._unpack_folded()
@@ -238,6 +235,10 @@ class RaggedPool(SlotPool):
         order = torch.where(self._positions < 0, torch.iinfo(torch.int32).max, self._positions).argsort(dim=-1)
         self._take(order, self._positions.gather(-1, order))
 
+    def _first_empty(self) -> Tensor:
+        """An empty slot of each head, ``[batch, kv_heads, 1]``."""
+        return (self._positions < 0).int().argmax(-1, keepdim=True)
+
     def _pack_with_space(self, room: float) -> None:
         """Pack what is held, with space for `room` tokens and one more, or some of them where that is without end."""
         self._space = int(min(room, GROWTH - 1)) + 1
@@ -245,7 +246,7 @@ class RaggedPool(SlotPool):
         slots = held + self._space if room else self.shares[..., 0] + 1
         self._pack(torch.maximum(slots, held + 1))
         with self._unfolded():
-            self.free = (self._positions < 0).int().argmax(-1, keepdim=True)
+            self.free = self._first_empty()
 
     # -- what users ask ------------------------------------------------------------------------------------
 
@@ -278,8 +279,4 @@ class RaggedPool(SlotPool):
 
 def _resized(state: Tensor, slots: int, fill: float) -> Tensor:
     """`state` ``[batch, kv_heads, n, ...]`` with `slots` slots: cut, or filled."""
-    if state.shape[2] >= slots:
-        return state[:, :, :slots]
-    grown = state.new_full((*state.shape[:2], slots, *state.shape[3:]), fill)
-    grown[:, :, : state.shape[2]] = state
-    return grown
+    return state[:, :, :slots] if state.shape[2] >= slots else _grown(state, slots, fill)

@@ -7,10 +7,13 @@ from torch.nn import functional as F
 from kvpolicy.policy import View
 
 
-def written(ring: Tensor, rows: Tensor, view: View) -> Tensor:
-    """`ring` ``[batch, kv_heads, slots, window]`` after the last `rows` of a call, ``[..., rows, slots]``."""
+def written(ring: Tensor, rows: Tensor, probs: Tensor, view: View) -> Tensor:
+    """`ring` ``[batch, kv_heads, slots, window]`` after the last `rows` of a call, ``[..., rows, slots]``.
+
+    `probs` are their probabilities, of which those of padding are zero; it is not written.
+    """
     window = ring.shape[-1]
-    real = view.attention.rows().sum(-1) > 0  # rows of padding are zero, and not written
+    real = probs.sum(-1) > 0
     since = real.flip(-1).cumsum(-1).flip(-1)
     column = torch.where(real & (since <= window), (view.seen - since) % window, window)
     index = column.unsqueeze(-2).expand(*ring.shape[:-1], -1)

@@ -8,6 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from kvpolicy.policy import EvictionPolicy, Need, Share, SlotField, View
+from kvpolicy_plugins._uses import uses
 
 
 class LFU(EvictionPolicy):
@@ -31,20 +32,14 @@ class LFU(EvictionPolicy):
     mass = SlotField(fill=0.0)
 
     def observe(self, view: View) -> Mapping[str, Tensor]:
-        rows = view.attention.rows()
-        used = rows >= self.tau / view.attention.visible()
-        when = torch.where(used, view.attention.positions, -1).amax(-2)
-        return {
-            "uses": view["uses"] + used.sum(-2, dtype=torch.int32),
-            "last_used": view["last_used"].maximum(when),
-            "mass": view["mass"] + rows.sum(-2),
-        }
+        used, fields = uses(view, self.tau)
+        return {**fields, "uses": view["uses"] + used.sum(-2, dtype=torch.int32)}
 
     def protected(self, view: View) -> Tensor:
         return view.is_recent(self.recent)
 
     def priority(self, view: View) -> tuple[Tensor, ...]:
-        uses = view["uses"]
+        count = view["uses"]
         if self.normalise == "visible":
-            uses = uses / (view.seen - view.positions)
-        return uses, view["last_used"], view["mass"], view.positions
+            count = count / (view.seen - view.positions)
+        return count, view["last_used"], view["mass"], view.positions

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from kvpolicy.policy import EvictionPolicy, Need, Share, SlotField, View
+from kvpolicy_plugins._uses import uses
 
 
 class LRU(EvictionPolicy):
@@ -29,10 +29,7 @@ class LRU(EvictionPolicy):
     mass = SlotField(fill=0.0)
 
     def observe(self, view: View) -> Mapping[str, Tensor]:
-        rows = view.attention.rows()
-        used = rows >= self.tau / view.attention.visible()
-        when = torch.where(used, view.attention.positions, -1).amax(-2)
-        return {"last_used": view["last_used"].maximum(when), "mass": view["mass"] + rows.sum(-2)}
+        return uses(view, self.tau)[1]
 
     def protected(self, view: View) -> Tensor:
         return view.is_recent(self.recent)

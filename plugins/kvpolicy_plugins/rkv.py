@@ -47,7 +47,8 @@ class RKV(EvictionPolicy):
         return {"logits": SlotField(shape=(self.window,), name="logits")}
 
     def observe(self, view: View) -> Mapping[str, Tensor]:
-        return {"logits": written(view["logits"], view.attention.logits().amax(2), view)}
+        rows = view.attention
+        return {"logits": written(view["logits"], rows.logits().amax(2), rows.rows(), view)}
 
     def protected(self, view: View) -> Tensor:
         return view.is_recent(self.window)

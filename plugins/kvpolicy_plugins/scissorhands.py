@@ -33,7 +33,8 @@ class Scissorhands(EvictionPolicy):
         return {"given": SlotField(shape=(self.window,), name="given")}
 
     def observe(self, view: View) -> Mapping[str, Tensor]:
-        return {"given": written(view["given"], view.attention.rows(), view)}
+        rows = view.attention.rows()
+        return {"given": written(view["given"], rows, rows, view)}
 
     def protected(self, view: View) -> Tensor:
         return view.is_recent(self.recent)
