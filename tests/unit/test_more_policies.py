@@ -24,7 +24,7 @@ from tests import tiny
 from tests.reference import MORE
 from tests.unit.test_policies import ROWS, Trace, kept
 from tests.unit.test_reference import compare
-from tests.unit.test_step import Strict
+from tests.unit.test_step import compiles_once, waits_for_nothing
 
 SPECS: dict[str, dict[str, Any]] = {
     "vatp": {"kind": "vatp", "of": {"kind": "h2o", "sinks": 1, "recent": 3}},
@@ -394,41 +394,13 @@ def test_every_rule_is_tried() -> None:
     assert {spec["kind"] for spec in SPECS.values()} == {*MORE, "h2o", "snapkv", "vatp", "union"}
 
 
-@torch.no_grad()
 @every
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("budget", [12, 0.5], ids=["tokens", "share"])
 def test_no_synchronisation_in_a_decode_step(name: str, padded: bool, budget: Any) -> None:
-    model = tiny.family("llama", dtype=torch.float32)
-    cache = EvictionCache(model, SPECS[name], budget=budget)
-    tokens, mask = tiny.left_pad([25, 17])
-    model(tokens, attention_mask=mask if padded else None, **tiny.cache_argument(cache))
-    for step in range(3):
-        mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
-        places = torch.full((2, 1), 25 + step)
-        with Strict():
-            model(
-                tiny.ids(2, 1, step),
-                attention_mask=mask if padded else None,
-                position_ids=places,
-                **tiny.cache_argument(cache),
-            )
+    waits_for_nothing(tiny.family("llama", dtype=torch.float32), SPECS[name], budget, padded, [25, 17])
 
 
-@torch.no_grad()
 @every
 def test_a_steady_step_compiles_once_to_the_same_tokens(name: str) -> None:
-    model = tiny.family("llama", dtype=torch.float32)
-
-    def run(step: Any) -> tuple[list[int], list[Any]]:
-        cache = EvictionCache(model, SPECS[name], budget=12)
-        token = model(tiny.ids(1, 20), **tiny.cache_argument(cache)).logits[:, -1:].argmax(-1)
-        tokens = []
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            for _ in range(12):
-                token = step(token, **tiny.cache_argument(cache)).logits[:, -1:].argmax(-1)
-                tokens.append(int(token))
-        return tokens, cache.positions(1).tolist()
-
-    torch._dynamo.reset()
-    assert run(torch.compile(model.forward, fullgraph=True, backend="eager")) == run(model.forward)
+    compiles_once(tiny.family("llama", dtype=torch.float32), SPECS[name], 12, 20, 12)

@@ -47,18 +47,14 @@ class Strict(TorchDispatchMode):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", list(tiny.FAMILIES))
-@pytest.mark.parametrize("kind", list(POLICIES))
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("budget", [10, 0.5, DIVIDED], ids=["tokens", "share", "divided"])
-def test_no_synchronisation_in_a_decode_step(kind: str, family: str, padded: bool, budget: Any) -> None:
-    model = tiny.family(family, dtype=torch.float32)
-    cache = EvictionCache(model, POLICIES[kind], budget=budget)
-    tokens, mask = tiny.left_pad([21, 13])
+def waits_for_nothing(model: Any, policy: Any, budget: Any, padded: bool, lengths: list[int]) -> None:
+    """Three decode steps after prompts of these lengths, none of which may synchronise."""
+    cache = EvictionCache(model, policy, budget=budget)
+    tokens, mask = tiny.left_pad(lengths)
     model(tokens, attention_mask=mask if padded else None, **tiny.cache_argument(cache))
     for step in range(3):
         mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
-        places = torch.full((2, 1), 21 + step)
+        places = torch.full((2, 1), max(lengths) + step)
         with Strict() as strict:
             model(
                 tiny.ids(2, 1, step),
@@ -69,33 +65,45 @@ def test_no_synchronisation_in_a_decode_step(kind: str, family: str, padded: boo
         assert strict.calls > 20
 
 
+@pytest.mark.parametrize("family", list(tiny.FAMILIES))
+@pytest.mark.parametrize("kind", list(POLICIES))
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("budget", [10, 0.5, DIVIDED], ids=["tokens", "share", "divided"])
+def test_no_synchronisation_in_a_decode_step(kind: str, family: str, padded: bool, budget: Any) -> None:
+    waits_for_nothing(tiny.family(family, dtype=torch.float32), POLICIES[kind], budget, padded, [21, 13])
+
+
 def test_the_strict_mode_would_notice() -> None:
     with pytest.raises(AssertionError, match="_local_scalar_dense"), Strict():
         bool(torch.ones(1).sum() > 0)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
-@pytest.mark.parametrize("kind", list(POLICIES))
-@pytest.mark.parametrize("budget", [10, DIVIDED], ids=["tokens", "divided"])
-def test_a_steady_step_compiles_once_to_the_same_tokens(kind: str, family: str, budget: Any) -> None:
-    model = tiny.family(family, dtype=torch.float32)
+def compiles_once(model: Any, policy: Any, budget: Any, prompt: int, steps: int, backend: str = "eager") -> None:
+    """Decode steps after a prompt are one graph, compiled once, and write what they write uncompiled."""
 
     def run(step: Any) -> tuple[list[int], list[Any], int]:
-        cache = EvictionCache(model, POLICIES[kind], budget=budget)
-        token = model(tiny.ids(1, 16), **tiny.cache_argument(cache)).logits[:, -1:].argmax(-1)
+        cache = EvictionCache(model, policy, budget=budget)
+        token = model(tiny.ids(1, prompt), **tiny.cache_argument(cache)).logits[:, -1:].argmax(-1)
         tokens = []
         with torch._dynamo.config.patch(error_on_recompile=True):
-            for _ in range(50):
+            for _ in range(steps):
                 token = step(token, **tiny.cache_argument(cache)).logits[:, -1:].argmax(-1)
                 tokens.append(int(token))
         return tokens, cache.positions(1).tolist(), cache.get_seq_length()
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    # The inductor backend once, since it is slow to start; tracing, guards and recompilation are dynamo's.
-    backend = "inductor" if (kind, family, budget) == ("h2o", "llama", 10) else "eager"
     compiled = run(torch.compile(model.forward, fullgraph=True, backend=backend))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert compiled == run(model.forward)
-    assert compiled[2] == 66
+    assert compiled[2] == prompt + steps
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("kind", list(POLICIES))
+@pytest.mark.parametrize("budget", [10, DIVIDED], ids=["tokens", "divided"])
+def test_a_steady_step_compiles_once_to_the_same_tokens(kind: str, family: str, budget: Any) -> None:
+    # The inductor backend once, since it is slow to start; tracing, guards and recompilation are dynamo's.
+    backend = "inductor" if (kind, family, budget) == ("h2o", "llama", 10) else "eager"
+    compiles_once(tiny.family(family, dtype=torch.float32), POLICIES[kind], budget, 16, 50, backend)
