@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvpolicy.attention.blocks import Part, Wants, dot, mix
+from kvpolicy.attention.blocks import Part, Scoring, Wants, attend, dot, mix
 from kvpolicy.attention.interface import UNORDERED
 from kvpolicy.attention.rows import AttentionRows
 from kvpolicy.budget import Budget, LayerBudget, layer_budgets
@@ -372,6 +372,16 @@ class SlotPool(CacheLayerMixin):
                 "attention implementation was changed after attaching. Start over with cache.reset(), or with "
                 "kvpolicy.detach(model) and a new cache"
             )
+
+    def answer(self, query: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
+        """Place the new tokens, attend, and evict: all that follows when a call has appended.
+
+        `query` is ``[batch, query_heads, tokens, head_dim]``, the result ``[..., value_dim]``.
+        """
+        self.place(mask)
+        output = attend(self, query, scoring)
+        self.evict(query.shape[2])
+        return output
 
     def place(self, mask: Tensor | None) -> None:
         """Number the new tokens. `mask` ``[batch, tokens]`` marks the real ones; ``None`` means all are."""

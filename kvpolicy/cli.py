@@ -91,6 +91,9 @@ def compare(
     prefix: Prefix = None,
     seed: Annotated[int, typer.Option(help="Draws where the samples start.")] = 0,
     batch: Annotated[int | None, typer.Option(help="Samples decoded together.", show_default="all, up to 8")] = None,
+    together: Annotated[
+        int, typer.Option(help="Cells decoded as rows of one batch: faster in all, and no cell is timed.")
+    ] = 1,
     dtype: Dtype = None,
     device: Device = None,
     threads: Threads = None,
@@ -120,6 +123,7 @@ def compare(
         samples=samples,
         seed=seed,
         batch=batch,
+        together=together,
         dtype=dtype,
         device=device,
         threads=threads,

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvpolicy.attention.blocks import Scoring, attend
+from kvpolicy.attention.blocks import Scoring
 from kvpolicy.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -78,10 +78,7 @@ def attention(
             f"{type(module).__name__} changes the keys it gets from the cache, so it does not attend to what is kept"
         )
     with torch.no_grad():
-        tokens = query.shape[2]
-        kvpolicy_pool.place(attention_mask)
-        output = attend(kvpolicy_pool, query, scoring)
-        kvpolicy_pool.evict(tokens)
+        output = kvpolicy_pool.answer(query, attention_mask, scoring)
     return output.transpose(1, 2).contiguous(), None
 
 

