@@ -143,6 +143,15 @@ class FadingRule(HeavyRule):
 
 
 class H2ORule(FadingRule):
+    def rank(self, held: list[int], seen: int, budget: int, decoding: bool) -> list[int]:
+        order = super().rank(held, seen, budget, decoding)
+        old = seen - tokens_of(self.options["recent"], budget) - 1
+        if self.options.get("promote") == "always" and decoding and old in order:
+            first = self.stay(held, seen, budget)
+            order.remove(old)  # what has just left the window comes right after what stays
+            order.insert(len(first) - (old in first), old)
+        return order
+
     def worth(self, position: int, seen: int) -> tuple:
         if self.options.get("normalise") != "visible":
             return super().worth(position, seen)
@@ -167,6 +176,8 @@ class LRURule(HeavyRule):
                 self.last[key] = query
 
     def worth(self, position: int, seen: int) -> tuple:
+        if self.options.get("ties") == "age":
+            return self.last[position], position
         return self.last[position], self.mass[position], position
 
 

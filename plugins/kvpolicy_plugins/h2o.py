@@ -16,7 +16,8 @@ class H2O(EvictionPolicy):
     A token's mass is the attention it has received from every query that could see it, renormalised over what
     was kept at the time and never divided by age. The `recent` tokens stay; of the others the heaviest do, so
     the budget is ``heavy + recent``. ``recent=0`` is the paper's windowless greedy rule. The other options are
-    variants: mass that fades, that is divided by age, or that joins a query group by its maximum.
+    variants: mass that fades, that is divided by age, or that joins a query group by its maximum, and promotion as in
+    the authors' FlexGen program, where the token that leaves the recent window becomes heavy whatever its mass.
     """
 
     kind: Literal["h2o"] = "h2o"
@@ -31,6 +32,10 @@ class H2O(EvictionPolicy):
     """Whether mass is a sum, or the mean over the queries that have come since the token, weighted by `decay`."""
     group: Literal["mean", "max"] = "mean"
     """How the attention of the query heads of a group is joined."""
+    promote: Literal["heavier", "always"] = "heavier"
+    """Whether a token that leaves the recent window must be heavier than the lightest heavy one to stay, or always
+    takes its place. It is about decode steps; prompts and chunks are cut by mass.
+    """
 
     mass = SlotField(fill=0.0)
 
@@ -50,7 +55,11 @@ class H2O(EvictionPolicy):
         return {"mass": faded(view["mass"], attention.rows(self.group), attention.positions, self.decay)}
 
     def protected(self, view: View) -> Tensor:
-        return view.protect(sinks=self.sinks, recent=self.recent)
+        protected = view.protect(sinks=self.sinks, recent=self.recent)
+        if self.promote == "heavier" or not view.decoding:
+            return protected
+        leaving = view.positions == view.seen - view.tokens(self.recent) - 1
+        return protected | leaving & (protected.sum(-1, keepdim=True) < view.budget)
 
     def priority(self, view: View) -> Tensor:
         mass = view["mass"]

@@ -32,8 +32,10 @@ class LFU(EvictionPolicy):
     mass = SlotField(fill=0.0)
 
     def observe(self, view: View) -> Mapping[str, Tensor]:
-        used, fields = uses(view, self.tau)
-        return {**fields, "uses": view["uses"] + used.sum(-2, dtype=torch.int32)}
+        rows = view.attention.rows()
+        used, last_used = uses(rows, view, self.tau)
+        count = view["uses"] + used.sum(-2, dtype=torch.int32)
+        return {"uses": count, "last_used": last_used, "mass": view["mass"] + rows.sum(-2)}
 
     def protected(self, view: View) -> Tensor:
         return view.is_recent(self.recent)

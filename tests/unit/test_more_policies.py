@@ -43,6 +43,9 @@ SPECS: dict[str, dict[str, Any]] = {
     "h2o, mean": {"kind": "h2o", "normalise": "visible"},
     "h2o, fading mean": {"kind": "h2o", "decay": 0.9, "normalise": "visible", "recent": 2},
     "h2o, max": {"kind": "h2o", "group": "max", "sinks": 1},
+    "h2o, promoting": {"kind": "h2o", "promote": "always", "recent": 3},
+    "h2o, promoting a fading share": {"kind": "h2o", "promote": "always", "decay": 0.9, "sinks": 2, "recent": 0.3},
+    "h2o, promoting the newest": {"kind": "h2o", "promote": "always", "recent": 0},
     "keydiff": {"kind": "keydiff"},
     "keyformer": {"kind": "keyformer", "steps": 20},
     "keyformer, seed": {"kind": "keyformer", "seed": 4, "rows": "shared", "start": 0.5, "end": 3, "steps": 9},
@@ -53,6 +56,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "lagkv, short": {"kind": "lagkv"},
     "lfu": {"kind": "lfu"},
     "lfu, visible": {"kind": "lfu", "normalise": "visible", "tau": 1.5, "recent": 1},
+    "lru, by age": {"kind": "lru", "ties": "age", "tau": 0.7, "recent": 1},
     "nacl": {"kind": "nacl", "proxies": 4, "sinks": 1},
     "nacl, recent": {"kind": "nacl", "proxies": 2, "drawn": 3, "sinks": 0, "recent": 2, "seed": 5, "rows": "shared"},
     "rkv": {"kind": "rkv", "window": 3},
@@ -391,7 +395,7 @@ def test_checks(name: str) -> None:
 
 
 def test_every_rule_is_tried() -> None:
-    assert {spec["kind"] for spec in SPECS.values()} == {*MORE, "h2o", "snapkv", "vatp", "union"}
+    assert {spec["kind"] for spec in SPECS.values()} == {*MORE, "h2o", "lru", "snapkv", "vatp", "union"}
 
 
 @every

@@ -134,6 +134,29 @@ def test_h2o_column_sums_and_the_step_after() -> None:
     assert trace.evict() == [0, 2, 6], "5 leaves although it just received the largest weight"
 
 
+def test_h2o_promotes_what_leaves_the_recent_window() -> None:
+    """FlexGen's rule for two heavy tokens: the lightest of them goes, however little the token after them has got."""
+    trace = Trace(load({"kind": "h2o", "recent": 1, "promote": "always"}), 3)
+    trace.observe(ROWS)
+    assert trace.evict() == [0, 2, 5], "a prompt is cut by mass"
+    trace.observe([[0.2, 0.1, 0.5, 0.2]])
+    assert trace.evict() == [0, 5, 6], "2 weighs 1.25 and 5 only 0.70"
+    trace.observe([[0.2, 0.6, 0.1, 0.1]])
+    assert trace.evict() == [0, 6, 7], "5 weighs 1.30, and 0 more than that"
+
+
+@pytest.mark.parametrize("options", [{"recent": 1.0}, {"recent": 2, "sinks": 1}])
+def test_h2o_promotes_nothing_where_there_are_no_heavy_tokens(options: dict[str, Any]) -> None:
+    traces = [Trace(load({"kind": "h2o", "promote": how, **options}), 3) for how in ("always", "heavier")]
+    for trace in traces:
+        trace.observe(ROWS)
+    for _ in range(4):
+        one, two = (trace.evict() for trace in traces)
+        assert one == two
+        for trace in traces:
+            trace.observe([[0.25] * 4])
+
+
 def test_lru_last_use() -> None:
     trace = Trace(load("lru"), 3)
     trace.observe(ROWS)
