@@ -264,41 +264,7 @@ def test_tova_joins_heads_by_position() -> None:
     torch.testing.assert_close(over_heads(score, positions), torch.tensor([[[0.45, 0.15, 0.4], [0.4, 0.0, 0.45]]]))
 
 
-# -- identities ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("left", "right"),
-    [
-        ({"kind": "h2o", "decay": 0, "recent": 0}, {"kind": "tova", "heads": "each"}),
-        ({"kind": "h2o", "decay": 0.7, "recent": 1.0}, "recent"),
-        ({"kind": "h2o", "recent": 1.0}, "recent"),
-        ({"kind": "h2o", "decay": 0.7, "recent": 2}, {"kind": "a2sf", "decay": 0.7, "recent": 2}),
-        ({"kind": "a2sf", "decay": 1, "recent": 0}, "heavy"),
-        ({"kind": "keyformer", "noise": "none", "end": 1, "recent": 0}, "heavy"),
-        ({"kind": "keyformer", "noise": "none", "end": 1, "recent": 0.5}, "h2o"),
-        (
-            {"kind": "nacl", "proxies": 3, "drawn": 0, "sinks": 0, "recent": 3},
-            {"kind": "snapkv", "window": 3, "kernel": 1},
-        ),
-        ({"kind": "a2sf", "decay": 0, "recent": 0}, {"kind": "tova", "heads": "each"}),
-    ],
-)
-def test_identities(left: Any, right: Any) -> None:
-    model = tiny.family("llama")
-    same(model, left, right)
-
-
-def same(model: Any, left: Any, right: Any, budget: int = 9) -> None:
-    """Both keep the same tokens, after a prompt and after each of some steps."""
-    tokens = tiny.ids(2, 60)
-    caches = [EvictionCache(model, policy, budget) for policy in (left, right)]
-    for part in tokens.split([20, *[1] * 40], 1):
-        with torch.no_grad():
-            one, two = (model(part, use_cache=True, **tiny.cache_argument(cache)).logits for cache in caches)
-        torch.testing.assert_close(one, two)
-        for layer in range(2):
-            assert torch.equal(*(cache.positions(layer) for cache in caches))
+# -- one set in a layer ---------------------------------------------------------------------------------------
 
 
 def test_tova_keeps_one_set_in_a_layer() -> None:

@@ -194,29 +194,6 @@ def test_seeds_repeat_and_differ() -> None:
     assert tickets[0][0] == tickets[0][1] != tickets[1][0]
 
 
-def test_identities_step_by_step() -> None:
-    """H2O without heavies is a sliding window; so is StreamingLLM without sinks."""
-    pairs = [({"kind": "h2o", "recent": 1.0}, {"kind": "streaming_llm", "sinks": 0})]
-    generator = torch.Generator().manual_seed(0)
-    for left, right in pairs:
-        one, two = Trace(load(left), 4), Trace(load(right), 4)
-        for _ in range(30):
-            row = torch.rand(one.positions.shape[-1] + 1, generator=generator).softmax(-1).tolist()
-            one.observe([row])
-            two.observe([row])
-            assert one.evict() == two.evict()
-
-
-def test_lru_that_counts_every_touch_is_fifo() -> None:
-    trace = Trace(load({"kind": "lru", "tau": 1e-9, "recent": 0}), 4)
-    for _ in range(20):
-        width = trace.positions.shape[-1] + 1
-        trace.observe([[1 / width] * width])
-        held = trace.evict()
-        # All were used by the last query. Accumulated attention decides, and the newest have least of it.
-        assert held[:4] == [0, 1, 2, 3][: len(held)]
-
-
 class Fixed(EvictionPolicy):
     """Priorities given by hand."""
 
