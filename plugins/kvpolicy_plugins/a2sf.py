@@ -1,4 +1,4 @@
-"""A2SF: accumulated attention that fades."""
+"""A2SF: the tokens with the most accumulated attention, where old attention fades, and the recent ones."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal

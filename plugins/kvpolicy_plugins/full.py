@@ -1,4 +1,4 @@
-"""Full: nothing is evicted. The reference for quality, speed and memory."""
+"""Full: everything. The reference for quality, speed and memory."""
 
 from typing import ClassVar, Literal
 

@@ -1,4 +1,4 @@
-"""Keyformer: accumulated attention with noise and a rising temperature, and the recent tokens."""
+"""Keyformer: the tokens with the most accumulated attention, noisy and ever flatter, and the recent ones."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal

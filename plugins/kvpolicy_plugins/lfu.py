@@ -12,7 +12,7 @@ from kvpolicy_plugins._uses import uses
 
 
 class LFU(EvictionPolicy):
-    """Least frequently used; a use is what it is to ``lru`` (SparQ's code, Ribar et al., 2023, arXiv 2312.04985).
+    """Least frequently used; a use is what it is to ``lru``.
 
     The token with the fewest uses goes first; ties go by the oldest last use, then by less accumulated attention, then
     by age. Counts favour tokens that were there for more queries: ``normalise="visible"`` divides by these.

@@ -11,7 +11,7 @@ from kvpolicy_plugins._uses import uses
 
 
 class LRU(EvictionPolicy):
-    """Least recently used, after the eviction strategy in SparQ's code (Ribar et al., 2023, arXiv 2312.04985).
+    """Least recently used, after an eviction strategy (SparQ's code, Ribar et al., 2023, arXiv 2312.04985).
 
     A softmax touches every key, so a *use* is receiving at least ``tau / m`` of the attention of a query that
     sees ``m`` keys. A new token has never been used unless its own query marks it. The token whose last use is

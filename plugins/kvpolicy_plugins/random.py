@@ -1,4 +1,4 @@
-"""Random: the floor that every idea has to beat."""
+"""Random: a random sample, the first tokens and the recent ones. The floor that every idea has to beat."""
 
 from collections.abc import Mapping
 from typing import Literal

@@ -1,4 +1,4 @@
-"""Recent: the last tokens, a sliding window."""
+"""Recent: the last tokens, a sliding window. A part for compositions."""
 
 from typing import Literal
 

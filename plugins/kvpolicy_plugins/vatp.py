@@ -1,4 +1,4 @@
-"""VATP: any score, weighed by the length of values."""
+"""VATP: the tokens with the best score of any policy, weighed by the length of their values."""
 
 from collections.abc import Callable, Iterator
 from typing import Literal

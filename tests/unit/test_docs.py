@@ -1,0 +1,107 @@
+"""The pages on policies say what the code says: tables, options with defaults, papers, bytes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "policies.md").read_text("utf-8")
+_HEADING = re.compile(r"^##+ (.+)$", re.M)
+
+
+def script() -> ModuleType:
+    spec = spec_from_file_location("policy_tables", ROOT / "docs" / "policy_tables.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+TABLES = script().Tables()
+DOCUMENTED: dict[str, type[BaseModel]] = {**TABLES.policies, **TABLES.allocators}
+each = pytest.mark.parametrize("kind", sorted(DOCUMENTED))
+
+
+def section(kind: str) -> str:
+    """What stands below the heading of a kind."""
+    headings = list(_HEADING.finditer(PAGE))
+    found = [i for i, heading in enumerate(headings) if heading[1] == f"`{kind}`"]
+    assert len(found) == 1, f"{kind} has {len(found)} sections in docs/policies.md"
+    following = headings[found[0] + 1 : found[0] + 2]
+    return PAGE[headings[found[0]].end() : following[0].start() if following else None]
+
+
+def options(text: str) -> dict[str, str]:
+    """Options and defaults of the table in a section; a row may hold several."""
+    found: dict[str, str] = {}
+    _, _, table = text.partition("| option | default | meaning |")
+    for line in table.splitlines()[2:]:
+        if not line.startswith("|"):
+            break
+        names, defaults, meaning = (cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:4])
+        assert meaning, f"{names} has no meaning"
+        found.update(zip(_quoted(names), _quoted(defaults) or [""], strict=True))
+    return found
+
+
+def _quoted(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def in_code(of: type[BaseModel]) -> dict[str, Any]:
+    fields = {name: field for name, field in of.model_fields.items() if name != "kind"}
+    return {name: "required" if its.is_required() else its.default for name, its in fields.items()}
+
+
+def test_tables_are_up_to_date() -> None:
+    script = [sys.executable, str(ROOT / "docs" / "policy_tables.py"), "--check"]
+    done = subprocess.run(script, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@each
+def test_options_and_defaults_are_those_of_the_code(kind: str) -> None:
+    told, true = options(section(kind)), in_code(DOCUMENTED[kind])
+    assert list(told) == list(true), "in the order of the class"
+    for name, default in told.items():
+        assert (yaml.safe_load(default) if default else "required") == true[name], name
+
+
+@each
+def test_the_paper_is_that_of_the_docstring(kind: str) -> None:
+    link = re.search(r"arXiv (\d{4}\.\d{4,5})", " ".join((DOCUMENTED[kind].__doc__ or "").split()))
+    if link:
+        assert f"[arXiv {link[1]}](https://arxiv.org/abs/{link[1]})" in section(kind)
+    else:
+        assert "arxiv.org" not in section(kind)
+
+
+NUMBERS = {4: "four", 8: "eight", 12: "twelve"}
+
+
+@pytest.mark.parametrize("kind", sorted(TABLES.policies))
+def test_costs_are_told(kind: str) -> None:
+    cost = re.search(r"\*\*Cost\.\*\* (.*?)\n\n", section(kind) + "\n\n", re.S)
+    assert cost, "no cost"
+    facts = script().Facts(TABLES.policies[kind])
+    if not facts.wraps and facts.nbytes() != "0":
+        number = int(facts.nbytes())
+        said = " ".join(cost[1].split())
+        assert f"{NUMBERS.get(number, number)} bytes per slot" in said.lower() or str(number) in said, said
+
+
+@pytest.mark.parametrize("kind", sorted(set(TABLES.policies) - {"full", "random"}))
+def test_others_of_the_name_are_told_apart(kind: str) -> None:
+    """Where paper and published code deviate, and which of them is followed."""
+    assert re.search(r"\*\*(Paper and code|Beside others?[^*]*)\.\*\*", section(kind))
