@@ -179,6 +179,8 @@ def test_the_worked_heads() -> None:
     assert divided(rows, 2, 0.2) == [1, 3], "the official code loses a slot here"
     assert divided(rows, 2, 0.5) == [2, 2]
     assert divided(rows, 2, 1.0) == [2, 2], "alpha 1 is uniform"
+    mass = [sum(sum(row[:share]) for row, share in zip(rows, shares, strict=True)) for shares in ([2, 2], [1, 3])]
+    assert mass == pytest.approx([1.44, 1.50])
 
 
 @settings(max_examples=150, deadline=None)

@@ -1,7 +1,8 @@
-"""The pages on policies say what the code says: tables, options with defaults, papers, bytes."""
+"""The page on policies says what the code says, and every policy on it has a worked example."""
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -105,3 +106,27 @@ def test_costs_are_told(kind: str) -> None:
 def test_others_of_the_name_are_told_apart(kind: str) -> None:
     """Where paper and published code deviate, and which of them is followed."""
     assert re.search(r"\*\*(Paper and code|Beside others?[^*]*)\.\*\*", section(kind))
+
+
+# -- worked examples -------------------------------------------------------------------------------------------
+
+BY_HAND = {"Trace", "kept", "observed", "by_keys"}
+"""What feeds slots by hand, in modules that know :class:`tests.unit.test_policies.Trace`."""
+
+
+def worked() -> set[str]:
+    """Every text in tests that feed slots by hand; kinds among them."""
+    found: set[str] = set()
+    for file in (ROOT / "tests" / "unit").glob("test_*.py"):
+        tree = ast.parse(text := file.read_text("utf-8"))
+        if "Trace" in text and file != Path(__file__):
+            for test in tree.body:
+                nodes = list(ast.walk(test))
+                if BY_HAND & {node.id for node in nodes if isinstance(node, ast.Name)}:
+                    found |= {str(node.value) for node in nodes if isinstance(node, ast.Constant)}
+    return found
+
+
+@pytest.mark.parametrize("kind", sorted({**TABLES.policies, **TABLES.primitives}))
+def test_every_policy_has_a_worked_example(kind: str) -> None:
+    assert kind in worked(), f"no test feeds {kind} by hand (Trace), with numbers that one can follow on paper"

@@ -170,6 +170,16 @@ def test_keyformer_adds_noise_and_warms_up(monkeypatch: pytest.MonkeyPatch) -> N
         assert trace.evict() == [0, 1, 5]
 
 
+def test_keyformer_without_noise_is_the_softmax() -> None:
+    trace = Trace(load({"kind": "keyformer", "noise": "none", "recent": 1}), 3)
+    trace.observe([[1.0]] * 5)
+    trace.fields["score"].zero_()
+    row = torch.tensor([2, 0.5, 1, 0.2, 0.8, 1.5]).softmax(-1)
+    trace.observe([row.tolist()])
+    torch.testing.assert_close(trace.fields["score"].flatten(), row)
+    assert trace.evict() == [0, 2, 5]
+
+
 def test_keyformer_temperature_rises_while_decoding_and_starts_again() -> None:
     policy = load({"kind": "keyformer", "noise": "none", "steps": 4, "start": 1.0, "end": 3.0})
     trace = Trace(policy, 99)
@@ -244,6 +254,26 @@ def test_ahakv_weighs_by_values(values: list[float], expected: list[int]) -> Non
     lengths = torch.tensor(values).unsqueeze(-1)
     trace = Trace(load({"kind": "ahakv", "window": 2, "recent": 1}), 3, lengths, lengths)
     trace.observe(ROWS, 4)
+    assert trace.evict() == expected
+
+
+def test_ahakv_sharpens_by_a_gain() -> None:
+    """The last row with a gain of one and a half; `length` is the one from which that follows."""
+    logits = torch.tensor(ROWS[-1], dtype=torch.float64).log()
+    length: Any = 6 * float((-(1.5**2 - 1) * logits.var(unbiased=False) / 2).exp())
+    before, after = logits.exp(), sharpened(logits, length)
+    torch.testing.assert_close(after, (1.5 * logits).softmax(-1))
+    entropies = [float(-(p * p.log()).sum()) for p in (before, after)]
+    assert entropies == pytest.approx([1.615, 1.461], abs=1e-3)
+
+
+@pytest.mark.parametrize(("norm", "expected"), [("l1", [2, 3, 5]), ("l2", [0, 2, 5])])
+def test_vatp_weighs_by_values(norm: str, expected: list[int]) -> None:
+    """Token 3 weighs 1.22 by l1 and 0.61 by l2, the sink 0.63 by either."""
+    values = torch.tensor([[0.2, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0.5] * 4, [0, 0, 1.5, 0], [1, 0, 0, 0]])
+    policy = {"kind": "vatp", "norm": norm, "of": {"kind": "h2o", "recent": 1}}
+    trace = Trace(load(policy), 3, values, values)
+    trace.observe(ROWS)
     assert trace.evict() == expected
 
 

@@ -134,6 +134,17 @@ def test_h2o_column_sums_and_the_step_after() -> None:
     assert trace.evict() == [0, 2, 6], "5 leaves although it just received the largest weight"
 
 
+@pytest.mark.parametrize(("group", "expected"), [("mean", 1), ("max", 0)])
+def test_a_query_group_is_joined(group: str, expected: int) -> None:
+    """By its mean the token that both heads look at; by its maximum one that either does, the lower of two alike."""
+    heads = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.05, 0.30, 0.15, 0.5]]).view(1, 1, 2, 1, 4)
+    trace = Trace(load({"kind": "h2o", "recent": 0, "group": group}), 1)
+    trace.observe([[0.0]] * 4)
+    rows = AttentionRows(torch.full((1, 1, 1, 1), 3), probs=heads, visible=torch.full((1, 1, 1, 1), 4))
+    trace.update(trace.policy.observe(trace.view(rows)))
+    assert trace.evict() == [expected]
+
+
 def test_h2o_promotes_what_leaves_the_recent_window() -> None:
     """FlexGen's rule for two heavy tokens: the lightest of them goes, however little the token after them has got."""
     trace = Trace(load({"kind": "h2o", "recent": 1, "promote": "always"}), 3)
