@@ -404,3 +404,34 @@ def test_no_synchronisation_in_a_decode_step(name: str, padded: bool, budget: An
 @every
 def test_a_steady_step_compiles_once_to_the_same_tokens(name: str) -> None:
     compiles_once(tiny.family("llama", dtype=torch.float32), SPECS[name], 12, 20, 12)
+
+
+# -- what users of such tools ran into -------------------------------------------------------------------------
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_everything_stays_finite_in_low_precision(name: str, dtype: torch.dtype) -> None:
+    """In a padded batch under the tightest budget there is; scores keep their precision."""
+    model, (tokens, mask) = tiny.family("llama", dtype=dtype), tiny.left_pad([19, 12, 1])
+    cache = EvictionCache(model, SPECS[name], Case(load(SPECS[name])).least)
+    for step in range(8):
+        with torch.no_grad():
+            logits = model(tokens, attention_mask=mask, **tiny.cache_argument(cache)).logits
+        assert bool(logits[mask[:, -logits.shape[1] :].bool()].isfinite().all())
+        tokens, mask = tiny.ids(3, 1, step), torch.cat([mask, torch.ones(3, 1, dtype=torch.long)], 1)
+    for scores in cache.scores(1).values():
+        assert scores.dtype in (torch.float32, torch.int32)
+        assert bool(scores.isfinite().all())
+
+
+@pytest.mark.parametrize("kind", [*MORE, "snapkv"])
+def test_what_is_written_gets_a_place(kind: str) -> None:
+    """The kept set must not freeze on the prompt."""
+    model = tiny.family("llama", dtype=torch.float32)
+    cache = EvictionCache(model, kind, 16)
+    with torch.no_grad():
+        for part in tiny.ids(1, 232).split([32, *[1] * 200], 1):
+            model(part, **tiny.cache_argument(cache))
+    for layer in range(2):
+        assert bool((cache.positions(layer) >= 32).any(-1).all())
