@@ -182,6 +182,21 @@ def test_bounded_and_finite_under_a_tight_budget(family: str, policy: str) -> No
     assert all(bool((cache.kept(layer) == 7).all()) for layer in range(3))
 
 
+@pytest.mark.parametrize("family", SERVED)
+def test_policies_observe_what_the_model_attends_to(family: str) -> None:
+    """After the norms of queries and keys, the rotation, the cap and the window that a family has."""
+    model, tokens = build(family, "eager"), tiny.ids(2, 17)
+    with torch.no_grad():
+        attentions = model(tokens, output_attentions=True, use_cache=False).attentions
+        cache = EvictionCache(model, {"kind": "h2o", "recent": 1}, budget=64)
+        model(tokens[:, :13], **tiny.cache_argument(cache))
+        for token in tokens[:, 13:].split(1, 1):
+            model(token, **tiny.cache_argument(cache))
+    for layer, probs in enumerate(attentions):
+        mass = cache.scores(layer)["mass"]
+        assert_close(mass, probs.unflatten(1, (mass.shape[1], -1)).mean(2).sum(-2))
+
+
 @pytest.mark.parametrize("family", REFUSED)
 def test_refused_by_name(family: str) -> None:
     config, reason = REFUSED[family]
