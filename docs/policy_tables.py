@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import entry_points
@@ -27,6 +27,7 @@ from torch import Tensor
 from kvpolicy import EvictionCache, EvictionPolicy, View
 from kvpolicy.allocator import Allocator, HeadAllocator, LayerAllocator
 from kvpolicy.compose import Composite
+from kvpolicy.errors import KVPolicyError
 from kvpolicy.plugins import Registry
 from kvpolicy.testing import models
 from kvpolicy.testing.spy import Spy, Watched
@@ -112,7 +113,7 @@ class Facts:
     @cached_property
     def seen(self) -> Seen:
         seen, model = Seen(), models.llama("float32")
-        with seen.noting(), torch.no_grad():
+        with suppress(KVPolicyError), seen.noting(), torch.no_grad():  # what wants more than a prompt shows nothing
             for budget in BUDGETS:
                 cache = EvictionCache(model, Watched.by(seen, self.policy), budget if self.policy.bounded else None)
                 models.feed(model, cache, models.ids(1, PROMPT))
@@ -129,6 +130,8 @@ class Facts:
     def protects(self) -> str:
         if self.wraps or not self.policy.bounded:
             return "as inside" if self.wraps else "everything"
+        if not self.seen.protected:
+            return "–"
         sinks, recent = (_amount(*counts) for counts in zip(*self.seen.protected, strict=True))
         recent = "the newest" if recent == "1" else f"{recent} recent" if recent else ""
         return ", ".join(filter(None, (f"{sinks} sinks" if sinks else "", recent))) or "nothing"

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +21,7 @@ PAGE = (ROOT / "docs" / "policies.md").read_text("utf-8")
 _HEADING = re.compile(r"^##+ (.+)$", re.M)
 
 
-def script() -> ModuleType:
+def _script() -> ModuleType:
     spec = spec_from_file_location("policy_tables", ROOT / "docs" / "policy_tables.py")
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
@@ -29,7 +30,8 @@ def script() -> ModuleType:
     return module
 
 
-TABLES = script().Tables()
+SCRIPT = _script()
+TABLES = SCRIPT.Tables()
 DOCUMENTED: dict[str, type[BaseModel]] = {**TABLES.policies, **TABLES.allocators}
 each = pytest.mark.parametrize("kind", sorted(DOCUMENTED))
 
@@ -95,7 +97,7 @@ NUMBERS = {4: "four", 8: "eight", 12: "twelve"}
 def test_costs_are_told(kind: str) -> None:
     cost = re.search(r"\*\*Cost\.\*\* (.*?)\n\n", section(kind) + "\n\n", re.S)
     assert cost, "no cost"
-    facts = script().Facts(TABLES.policies[kind])
+    facts = SCRIPT.Facts(TABLES.policies[kind])
     if not facts.wraps and facts.nbytes() != "0":
         number = int(facts.nbytes())
         said = " ".join(cost[1].split())
@@ -114,6 +116,7 @@ BY_HAND = {"Trace", "kept", "observed", "by_keys"}
 """What feeds slots by hand, in modules that know :class:`tests.unit.test_policies.Trace`."""
 
 
+@cache
 def worked() -> set[str]:
     """Every text in tests that feed slots by hand; kinds among them."""
     found: set[str] = set()
