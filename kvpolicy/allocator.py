@@ -67,8 +67,9 @@ class MeasuredLayerAllocator(LayerAllocator):
     ) -> Sequence[Fraction | int]:
         """Tokens for the layers measured so far, in one row of the batch, as exact numbers.
 
-        They add up to a whole number, at most ``average * layers``, and to that once all layers are measured. A layer
-        never gets back what it gave up: as more layers come, no share should rise.
+        They add up to a whole number: at most ``average * layers``, and no more than these layers' prompts; to
+        ``average * layers`` once all layers are measured. A layer never gets back what it gave up, nor more than the
+        prompt has: what shares exceed that by goes to the others. So, as more layers come, no share should rise.
 
         Args:
             measured: the `n` numbers of each layer so far, lower ones first.

@@ -637,6 +637,8 @@ class SlotPool(CacheLayerMixin):
         if not self.is_initialized:
             return 0
         held = [self.keys, self.values, self._positions, self.seen, *self._fields.values(), self.free, self.limits]
+        if isinstance(self.average, Tensor) and self.average is not self.limits:
+            held.append(self.average)
         return sum(int(state.untyped_storage().nbytes()) for state in held if state is not None)
 
 

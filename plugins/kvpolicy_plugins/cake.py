@@ -1,4 +1,4 @@
-"""CAKE: the tokens that the last queries looked at, and above all those on which they did not agree."""
+"""CAKE: the tokens that the last queries of the prompt looked at, most of all those on which they differed."""
 
 from collections.abc import Collection, Mapping
 from typing import Annotated, Literal
