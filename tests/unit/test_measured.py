@@ -23,7 +23,7 @@ from kvpolicy.measured import Row
 from kvpolicy.policy import View
 from tests import tiny
 from tests.preferences import cake_budgets
-from tests.unit.test_more_policies import SPECS
+from tests.unit.test_more_policies import COMPOSED, SPECS
 from tests.unit.test_reference import compare
 from tests.unit.test_step import compiles_once, waits_for_nothing
 
@@ -232,12 +232,19 @@ class Fixed(LayerAllocator):
         return self.tokens
 
 
-@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec["kind"] not in ANEW])
+STAGED = {
+    **{name: spec for name, spec in SPECS.items() if spec["kind"] not in ANEW},
+    **{name: COMPOSED[name] for name in ("union", "protect")},
+    "union of keys": {"kind": "union", "parts": [{"take": 0.5, "of": "knorm"}, {"of": "recent"}]},
+}
+
+
+@pytest.mark.parametrize("name", list(STAGED))
 def test_cutting_in_stages_is_cutting_once(model: Any, name: str) -> None:
     tokens = tiny.ids(1, 60)
-    staged = read(model, SPECS[name], budget(), tokens)
+    staged = read(model, STAGED[name], budget(), tokens)
     tokens_of = [each for [each] in limits(staged)]
-    once = read(model, SPECS[name], Budget(tokens=20, layers=Fixed(tokens=tokens_of)), tokens)
+    once = read(model, STAGED[name], Budget(tokens=20, layers=Fixed(tokens=tokens_of)), tokens)
     assert held(staged) == held(once)
     assert max(tokens_of) > 20 > min(tokens_of)
     if name.startswith(("snapkv", "cake")):
