@@ -65,6 +65,8 @@ class Cascade:
         """Of each layer so far the numbers of each row of the batch, ``[batch][n]``."""
         self._before: list[int] = []
         """Slots that each of them had in use before it was cut."""
+        self._limits: list[list[int]] = []
+        """Tokens that each of them may hold in each row."""
         self._sums: Tensor | None = None
         """What was measured of the layer under way, ``[batch, n]``."""
 
@@ -89,12 +91,13 @@ class Cascade:
     def settle(self, pool: SlotPool) -> None:
         """`pool` has been attended: set its budget, after earlier layers are cut to what is left to them.
 
-        It waits for the device, once a layer.
+        It waits for the device, but not for each of the earlier layers.
         """
         pool.measured, pool.wants = False, pool.policy.wants
         assert self._sums is not None
         self._measured.append(self._sums.tolist())
         self._before.append(pool.used)
+        self._limits.append(_each_row(pool, pool.limit if pool.limits is None else pool.limits))
         for index, row in self._rows.items():
             least = [self._least_of(layer, row.average) for layer in range(len(self._measured))]
             row.divide(self.allocator, [numbers[index] for numbers in self._measured], len(self.pools), least)
@@ -112,12 +115,12 @@ class Cascade:
 
     def _limit(self, index: int) -> bool:
         """Give the pool at `index` its budget; whether that is another than it had."""
-        pool = self.pools[index]
-        before = _each_row(pool, pool.limit if pool.limits is None else pool.limits)
+        before = self._limits[index]
         after = [self._rows[i].tokens[index] if i in self._rows else tokens for i, tokens in enumerate(before)]
-        if after != before:
-            pool.limit_to(after)
-        return after != before
+        if changed := after != before:
+            self.pools[index].limit_to(after)
+            self._limits[index] = after
+        return changed
 
 
 def least_tokens(allocator: MeasuredLayerAllocator, policy: EvictionPolicy, average: int, prefix: int = 0) -> int:
