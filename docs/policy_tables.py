@@ -214,7 +214,10 @@ class Tables:
     def _allocators(self) -> list[list[str]]:
         return [
             ["kind", "for", "what it does", "paper"],
-            *([_linked(kind), _for(of), keeps(of), paper(of)] for kind, of in self.allocators.items()),
+            *(
+                [_linked(kind, kind in self.policies), _for(of), keeps(of), paper(of)]
+                for kind, of in self.allocators.items()
+            ),
         ]
 
     @staticmethod
@@ -229,8 +232,9 @@ def _code(kind: str) -> str:
     return f"`{kind}`"
 
 
-def _linked(kind: str) -> str:
-    return f"[`{kind}`](#{kind})"
+def _linked(kind: str, second: bool = False) -> str:
+    """With a link to its heading, or to the second of that name on the page."""
+    return f"[`{kind}`](#{kind}{'_1' * second})"
 
 
 def _needed(of: type[EvictionPolicy]) -> str:

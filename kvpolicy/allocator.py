@@ -6,17 +6,17 @@ parts are rounded by largest remainder (:func:`largest_remainder`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from fractions import Fraction
-from math import lcm
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, SerializationInfo, WithJsonSchema
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvpolicy.policy import View
+    from kvpolicy.policy import Need, View
 
 
 class Allocator(BaseModel):
@@ -45,6 +45,48 @@ class LayerAllocator(Allocator):
         raise NotImplementedError
 
 
+class MeasuredLayerAllocator(LayerAllocator):
+    """Divides a budget over the layers by what their attention shows, while a prompt runs through them.
+
+    Before anything is measured, and for prompts that fit, all layers have the same. :mod:`kvpolicy.measured` says
+    when layers are measured, and cuts them.
+    """
+
+    needs: ClassVar[Collection[Need]] = frozenset()
+    """What attention must hand out in a call that is measured. A property may override it."""
+
+    def measure(self, view: View) -> Tensor:
+        """Numbers of each row of `view`, ``[batch, n]``, of the heads and queries shown.
+
+        Heads and queries come in several views: what is measured in each is added up, so these must be sums.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define measure()")
+
+    def shares(
+        self, measured: Sequence[Sequence[float]], average: int, layers: int, prompt: int
+    ) -> Sequence[Fraction | int]:
+        """Tokens for the layers measured so far, in one row of the batch, as exact numbers.
+
+        They add up to a whole number: at most ``average * layers``, and no more than these layers' prompts; to
+        ``average * layers`` once all layers are measured. A layer never gets back what it gave up, nor more than the
+        prompt has: what shares exceed that by goes to the others. So, as more layers come, no share should rise.
+
+        Args:
+            measured: the `n` numbers of each layer so far, lower ones first.
+            average: tokens that each layer would have if all had the same.
+            layers: how many layers evict.
+            prompt: tokens of the prompt, more than `average`; no layer needs more.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define shares()")
+
+    def least(self, average: int) -> int:
+        """Tokens that no layer has less than, whatever is measured."""
+        return 1
+
+    def quotas(self, average: int, layers: Sequence[int], of: int, prompt: int | None) -> list[int]:
+        return [average] * len(layers)
+
+
 class HeadAllocator(Allocator):
     """Divides the budget of a layer over its KV heads, each time a prompt or a chunk is cut."""
 
@@ -61,7 +103,7 @@ class HeadAllocator(Allocator):
 
 def largest_remainder(quotas: Sequence[Fraction | int]) -> list[int]:
     """Whole numbers next to `quotas` with the same sum; the largest remainders are rounded up, earlier ones first."""
-    under = lcm(*(Fraction(quota).denominator for quota in quotas))
+    under = math.lcm(*(Fraction(quota).denominator for quota in quotas))
     return largest_remainder_of([int(quota * under) for quota in quotas], under)
 
 
@@ -72,6 +114,26 @@ def largest_remainder_of(numerators: Sequence[int], denominator: int) -> list[in
     by_remainder = sorted((whole[i] * denominator - over, i) for i, over in enumerate(numerators))
     for _, i in by_remainder[:missing]:
         whole[i] += 1
+    return whole
+
+
+def largest_remainder_within(quotas: Sequence[Fraction | int], least: Sequence[int], most: Sequence[int]) -> list[int]:
+    """The same, where each number has bounds; what they take from one is spread over the others.
+
+    The sum of `quotas` must be one that the bounds allow.
+    """
+    whole = [max(low, min(math.floor(quota), high)) for quota, low, high in zip(quotas, least, most, strict=True)]
+    missing = round(sum(quotas)) - sum(whole)
+    while missing:
+        step = 1 if missing > 0 else -1
+        bounds = most if step > 0 else least
+        able = [i for i, bound in enumerate(bounds) if whole[i] != bound]
+        if not able:
+            raise ValueError(f"quotas that add up to {sum(quotas)} cannot be met within {least} and {most}")
+        able.sort(key=lambda i: step * (whole[i] - quotas[i]))
+        for i in able[: abs(missing)]:
+            whole[i] += step
+            missing -= step
     return whole
 
 

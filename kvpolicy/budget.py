@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from kvpolicy.allocator import OverHeads, OverLayers, largest_remainder
+from kvpolicy.allocator import MeasuredLayerAllocator, OverHeads, OverLayers, largest_remainder
 from kvpolicy.errors import BudgetError
 
 if TYPE_CHECKING:
@@ -70,6 +70,11 @@ class Budget(BaseModel):
             raise ValueError(
                 "heads are divided when a prompt is cut, so their budget is a share of the prompt: of: prompt"
             )
+        if self.measured is not None and (self.grows or self.heads is not None):
+            raise ValueError(
+                f"layers: {self.measured.kind} is measured while a prompt is read, and cuts layers more than once: it "
+                "goes with a share of the prompt (of: prompt), and heads have the same in it (no heads:)"
+            )
         return self
 
     def __hash__(self) -> int:
@@ -110,6 +115,11 @@ class Budget(BaseModel):
     def grows(self) -> bool:
         """Whether it rises with the tokens seen."""
         return self.of == "seen"
+
+    @property
+    def measured(self) -> MeasuredLayerAllocator | None:
+        """What divides it over the layers, if that goes by what is measured while a prompt is read."""
+        return self.layers if isinstance(self.layers, MeasuredLayerAllocator) else None
 
     def resolve(self, prompt_tokens: Any) -> Any:
         """The average budget of a layer in tokens, for a number of tokens or for a tensor of such numbers."""

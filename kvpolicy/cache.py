@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,8 +24,11 @@ from kvpolicy.attention.rows import AttentionRows
 from kvpolicy.budget import Budget, LayerBudget, layer_budgets
 from kvpolicy.errors import BudgetError, ConfigError, NotAttachedError
 from kvpolicy.observer import Observer, installed
-from kvpolicy.policy import EvictionPolicy, SlotField, View
+from kvpolicy.policy import EvictionPolicy, SlotField, View, as_if_alone
 from kvpolicy.select import lowest, survivors
+
+if TYPE_CHECKING:
+    from kvpolicy.measured import Cascade
 
 EMPTY = -1
 UNBOUNDED = 2**31 - 1
@@ -69,6 +72,7 @@ class EvictionCache(Cache):
         from kvpolicy.adapter import attach
         from kvpolicy.compose.protect import with_prefix
         from kvpolicy.config import read
+        from kvpolicy.measured import Cascade
         from kvpolicy.ragged import RaggedPool
 
         config = read(policy)
@@ -86,6 +90,8 @@ class EvictionCache(Cache):
         shares = layer_budgets(self.policy, self.budget, len(self._configs), int(first.max()), prompt)
         kind = RaggedPool if self.budget is not None and self.budget.heads is not None else SlotPool
         pools = [kind(policy, budget, index, first, observers) for index, (policy, budget) in enumerate(shares)]
+        if self.budget is not None and self.budget.measured is not None:
+            Cascade.over(pools, self.budget.measured)
         super().__init__(layers=pools)
 
     def expect(self, index: int, config: Any) -> SlotPool:
@@ -170,7 +176,8 @@ class SlotPool(CacheLayerMixin):
         self.policy = policy
         self.budget = budget
         self.index = index
-        self.wants: Wants = policy.wants
+        self.cascade: Cascade | None = None
+        """What measures this layer and others to divide a budget over them."""
         self.observers = observers
         self._prefix = prefix
         self._declared = policy.slot_fields()
@@ -196,6 +203,12 @@ class SlotPool(CacheLayerMixin):
         """The same for each row ``[batch, 1, 1]``, where rows differ."""
         self.holes = False
         """Whether slots other than the free one may be empty (padding, rows of different budgets)."""
+        self.average: Any = None
+        """The tokens that all layers have on average, as `limit`, or as `limits` where rows differ."""
+        self.wants: Wants = self.policy.wants
+        """What attention must hand out in the call under way."""
+        self.measured = False
+        """Whether the layer is measured in the call under way."""
         self.decoding = False
         """Whether the call under way, or the last one, is a decode step: one token more for a cache that holds some."""
         self.handed: torch.Size | None = None
@@ -330,6 +343,7 @@ class SlotPool(CacheLayerMixin):
         self._fields = {name: change(state) for name, state in self._fields.items()}
         self.free = None if self.free is None else change(self.free)
         self.limits = None if self.limits is None else change(self.limits)
+        self.average = change(self.average) if isinstance(self.average, Tensor) else self.average
         self.prefix = change(self.prefix) if isinstance(self.prefix, Tensor) else self.prefix
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
@@ -412,11 +426,18 @@ class SlotPool(CacheLayerMixin):
             self._columns += tokens
         if self.budget is not None and (self.limit is None or self.budget.budget.grows):
             self._resolve(mask)
+        if self.cascade is not None and not self.decoding:
+            self.cascade.begin(self)
 
     @property
     def query_positions(self) -> Tensor:
         """Logical positions of the call's queries, ``[batch, 1, tokens, 1]``; -1 is padding."""
         return (self.seen - 1 if self._numbers is None else self._numbers).unsqueeze(-1)
+
+    @property
+    def most_prefix(self) -> int:
+        """The most first tokens that some row of the batch is to keep."""
+        return int(self._prefix.max())
 
     def _resolve(self, mask: Tensor | None) -> None:
         """Fix the budget now that the prompt is known. Each row has its own prompt, hence its own share."""
@@ -426,17 +447,27 @@ class SlotPool(CacheLayerMixin):
         else:
             rows = [self.budget.resolve(tokens) for tokens in self.seen.flatten().tolist()]
         if self.limit is None:  # a budget that grows holds later what it holds now
-            self.policy.check(min(rows), int(self._prefix.max()))
+            self.policy.check(min(rows), self.most_prefix)
+        self.limit_to(rows)
+        self.average = self.limit if self.limits is None else self.limits
+
+    def limit_to(self, rows: Sequence[int]) -> None:
+        """Have each row hold as many tokens as `rows` says: one number for each, or one for all."""
         self.limit = max(rows)
         self.limits = None if min(rows) == self.limit else self.seen.new_tensor(rows).view(-1, 1, 1)
         self.holes = self.holes or self.limits is not None
 
     def observe(self, rows: AttentionRows | None, part: Part | None = None) -> None:
         """Let the policy update its slot fields from a block of rows, of all slots or of some `part`."""
-        if not (self._observes or self.observers):
+        if not (self._observes or self.observers or self.measured):
             return
         view = self.view(rows, part)
-        for name, state in self.policy.observe(view).items():
+        if self.measured and self.cascade is not None:
+            self.cascade.observe(self, self.view(rows, part), part)
+            shown = as_if_alone(self.view(rows, part), self.policy.wants)
+        else:
+            shown = view
+        for name, state in self.policy.observe(shown).items() if shown is not None else ():
             if state is not view[name]:
                 view[name].copy_(state)
         for observer in self.observers:
@@ -472,6 +503,8 @@ class SlotPool(CacheLayerMixin):
 
     def evict(self, tokens: int) -> None:
         """End a call of `tokens` tokens: cut to the budget, or choose the next victim."""
+        if self.measured and self.cascade is not None:
+            self.cascade.settle(self)
         room = self._rooms[self.decoding]
         if self.free is not None:
             self._choose_victim()
@@ -485,6 +518,14 @@ class SlotPool(CacheLayerMixin):
             return
         if not self.decoding:
             self._allocate(self.used)
+
+    def cut_again(self, before: int) -> None:
+        """Cut to a budget that has fallen since this call ended with `before` slots in use and was cut to another."""
+        if self.free is not None:
+            self.used, self.free = self.used - 1, None
+        room = self._rooms[self.decoding]
+        if self.limit is not None and (before > self.limit + room or self._rows_differ(room)):
+            self._cut()
 
     def _rows_differ(self, room: float) -> bool:
         return self.limits is not None and not self.decoding and room < math.inf
@@ -596,6 +637,8 @@ class SlotPool(CacheLayerMixin):
         if not self.is_initialized:
             return 0
         held = [self.keys, self.values, self._positions, self.seen, *self._fields.values(), self.free, self.limits]
+        if isinstance(self.average, Tensor) and self.average is not self.limits:
+            held.append(self.average)
         return sum(int(state.untyped_storage().nbytes()) for state in held if state is not None)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from os import PathLike
@@ -18,6 +18,7 @@ from kvpolicy.compose import Composite
 from kvpolicy.compose.protect import with_prefix
 from kvpolicy.config import read
 from kvpolicy.errors import BudgetError, ConfigError
+from kvpolicy.measured import least_tokens
 from kvpolicy.policy import EvictionPolicy, Need, SlotField, View
 
 
@@ -106,9 +107,9 @@ class LayerNumbers:
     """The numbers of one layer."""
 
     tokens: int | None
-    """What a KV head may keep, or their mean; ``None``: nothing is evicted."""
+    """What a KV head may keep, or the mean where the prompt decides; ``None``: nothing is evicted."""
     least: int | None
-    """What every head may keep for certain, where an allocator divides the layer's budget over them."""
+    """What every head may keep for certain, where the prompt decides how much that is."""
     certain: tuple[tuple[int, int], ...]
     """Positions of the prompt that stay whatever attention finds, each ``(first, last)``."""
     tree: Part
@@ -216,10 +217,16 @@ def explain(
         budget=given,
         average=None if given is None else given.resolve(prompt),
         layers=tuple(layers),
-        needs=tuple(dict.fromkeys(need for own in policies for need in sorted(own.needs, key=str))),
+        needs=tuple(dict.fromkeys(need for needs in _needs(policies, given) for need in sorted(needs, key=str))),
         fields={name: field for own in policies for name, field in own.slot_fields().items()},
         overshoot=max((own.room(decoding=True) for own in policies if own.bounded), default=0),
     )
+
+
+def _needs(policies: Iterable[EvictionPolicy], budget: Budget | None) -> Iterator[Collection[Need]]:
+    yield from (policy.needs for policy in policies)
+    if budget is not None and budget.measured is not None:
+        yield budget.measured.needs
 
 
 @dataclass(frozen=True)
@@ -236,10 +243,11 @@ class _Layer:
     def numbers(self) -> LayerNumbers:
         tokens = self._tokens()
         slots = self._slots(tokens)
-        stay = self._certain(tokens)
+        floor = self._floor(tokens)
+        stay = self._certain(tokens if floor is None else floor)
         return LayerNumbers(
             tokens=tokens,
-            least=self._least(tokens, stay),
+            least=self._least(tokens, stay) if floor is None else floor,
             certain=tuple(runs(stay[0, 0].nonzero().flatten().tolist())),
             tree=_tree("", self.policy, tokens, self.prefix),
             slots=slots,
@@ -263,6 +271,13 @@ class _Layer:
             where = f"layer {self.index}: " if self.budget.budget.layers is not None else ""
             raise BudgetError(f"{where}{error}") from error
         return tokens
+
+    def _floor(self, tokens: int | None) -> int | None:
+        """What a layer has at least, where layers are measured."""
+        allocator = self.budget.budget.measured if self.budget is not None else None
+        if allocator is None or tokens is None:
+            return None
+        return least_tokens(allocator, self.policy, tokens, self.prefix) if self.prompt > tokens else tokens
 
     def _cut(self, tokens: int | None) -> bool:
         """Whether the prompt is cut."""

@@ -244,6 +244,20 @@ class View:
         return uniform(seed, *lanes)
 
 
+def as_if_alone(view: View, wants: Wants) -> View | None:
+    """`view` as one who wants `wants` would be shown it without others, or ``None`` where it would not be.
+
+    Others may make attention hand out more, and more often. The view is changed.
+    """
+    rows = view.attention
+    if rows is None or wants.total or wants.blocks:
+        return view
+    if not rows.final:
+        return None
+    view.attention = rows.latest(wants.window) if wants.window else None
+    return view
+
+
 class EvictionPolicy(BaseModel):
     """A policy *is* its configuration: frozen, stateless, shared freely by layers, caches, models and threads.
 

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from kvpolicy_plugins.a2sf import A2SF
 from kvpolicy_plugins.adaptive import Adaptive
 from kvpolicy_plugins.ahakv import AhaKV
+from kvpolicy_plugins.cake import CAKE
+from kvpolicy_plugins.cake_layers import CAKELayers
 from kvpolicy_plugins.full import Full
 from kvpolicy_plugins.given import Given
 from kvpolicy_plugins.h2o import H2O
@@ -46,12 +48,14 @@ ranges = st.sampled_from(["0", "0-1", "-4:", ":50%", "50%:", "0,3,5-7", ":", "7"
 
 simple: Strategy = st.one_of(
     *(st.builds(cls) for cls in (Full, H2O, Heavy, LRU, Random, Recent, Sinks, SnapKV, StreamingLLM)),
-    *(st.builds(cls) for cls in (A2SF, AhaKV, KeyDiff, Keyformer, Knorm, LagKV, LFU, NACL, RKV, Scissorhands, TOVA)),
+    *(st.builds(cls) for cls in (A2SF, AhaKV, CAKE, KeyDiff, Keyformer, Knorm, LagKV, LFU, NACL)),
+    *(st.builds(cls) for cls in (RKV, Scissorhands, TOVA)),
     st.builds(H2O, recent=shares, sinks=tokens),
     st.builds(H2O, decay=st.floats(0, 1), normalise=st.sampled_from(["none", "visible"])),
     st.builds(A2SF, decay=st.floats(0, 1), group=st.sampled_from(["mean", "max"])),
     st.builds(LFU, tau=positive, normalise=st.sampled_from(["none", "visible"])),
     st.builds(AhaKV, window=counts, length=st.none() | counts),
+    st.builds(CAKE, window=counts, gamma=st.floats(0, 1e6)),
     st.builds(Keyformer, start=positive, end=positive, noise=st.sampled_from(["gumbel", "none"])),
     st.builds(LagKV, lag=st.integers(2, 99), compare=st.sampled_from(["lag", "all"])),
     st.builds(NACL, proxies=counts, drawn=shares, seed=st.integers(-(2**63), 2**63)),
@@ -117,4 +121,5 @@ budgets: Strategy = st.one_of(
     st.builds(Budget, tokens=counts, layers=st.none() | over_layers, heads=st.none() | over_heads),
     st.builds(Budget, **bounds, layers=st.none() | over_layers, heads=st.none() | over_heads),
     st.builds(Budget, **bounds, of=st.just("seen")),
+    st.builds(Budget, **bounds, layers=st.builds(CAKELayers) | st.builds(CAKELayers, tau1=positive, window=counts)),
 )

@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from fractions import Fraction
 from itertools import pairwise
+from statistics import mean, variance
 from typing import Any
 
 import torch
@@ -403,6 +404,41 @@ class RKVRule(KeysRule):
         return (self.scores[position],)
 
 
+class CAKERule(Rule):
+    defaults = {"window": 32, "gamma": 200.0, "kernel": 5}
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.options["recent"] = self.options["window"]
+        self.call: list[list[dict[int, float]]] = []
+        self.scores: dict[int, float] = {}
+
+    def heads(self, query: int, probs: list[dict[int, float]], logits: list[dict[int, float]], mine: slice) -> None:
+        self.call.append(probs[mine])
+
+    def finish(self, rows: list[dict[int, float]], seen: int, decoding: bool) -> None:
+        window, self.call = self.call[-self.options["window"] :], []
+        if decoding and rows:
+            self.scores = dict(rows[-1])
+        elif window:
+            self.scores = self.pooled([self.of_head([row[i] for row in window]) for i in range(len(window[0]))], seen)
+
+    def of_head(self, rows: list[dict[int, float]]) -> dict[int, float]:
+        found = {}
+        for p in rows[-1]:
+            given = [row.get(p, 0.0) for row in rows]
+            found[p] = mean(given) + self.options["gamma"] * (variance(given) if len(given) > 1 else 0.0)
+        return found
+
+    def pooled(self, heads: list[dict[int, float]], seen: int) -> dict[int, float]:
+        past, kernel = sorted(p for p in heads[0] if p < seen - self.options["window"]), self.options["kernel"]
+        near = {p: past[max(0, i - kernel // 2) : i + kernel // 2 + 1] for i, p in enumerate(past)}
+        return {p: mean([sum(head[q] for q in near[p]) / kernel for head in heads]) for p in past}
+
+    def worth(self, position: int, seen: int) -> tuple:
+        return (self.scores.get(position, 0.0),)
+
+
 class AhaKVRule(KeysRule, VotesRule):
     defaults = {"window": 64, "length": 256, "recent": 0.5}
 
@@ -635,6 +671,7 @@ RULES: dict[str, type[Rule]] = {
 MORE: dict[str, type[Rule]] = {
     "a2sf": A2SFRule,
     "ahakv": AhaKVRule,
+    "cake": CAKERule,
     "keydiff": KeyDiffRule,
     "keyformer": KeyformerRule,
     "knorm": KnormRule,
@@ -676,8 +713,9 @@ class Reference:
     """Runs a model under a rule. Call it like the model; read `kept(layer)` as sets of positions."""
 
     def __init__(
-        self, model: Any, policy: str | dict[str, Any], budget: int | list[int], alpha: Fraction | None = None
+        self, model: Any, policy: str | dict[str, Any], budget: int | list[Any], alpha: Fraction | None = None
     ) -> None:
+        """`budget` is one for all layers, one for each, or a list for each with one for each row."""
         self.model, self.alpha = model, alpha
         self.shares: dict[tuple[int, int, int], int] = {}
         layers = model.config.num_hidden_layers
@@ -782,6 +820,7 @@ class Reference:
     def _decide(self, layer: int, row: int, heads: int, seen: int, decoding: bool) -> None:
         places = [(layer, row, head) for head in range(heads)]
         budget = self.budgets[layer]
+        budget = budget[row] if isinstance(budget, list) else budget
         if self.alpha is not None and not decoding:
             over = len(self.held[places[0]]) > budget or len({len(self.held[at]) for at in places}) > 1
             self.shares.update(zip(places, self._divided(places, seen) if over else [budget] * heads, strict=True))

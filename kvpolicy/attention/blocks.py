@@ -61,6 +61,10 @@ class Wants:
             window=max((need.rows or 0 for need in rows), default=0),
         )
 
+    def __or__(self, other: Wants) -> Wants:
+        """What both want."""
+        return Wants(self.total or other.total, self.blocks or other.blocks, max(self.window, other.window))
+
     @property
     def nothing(self) -> bool:
         return not (self.total or self.blocks or self.window)

@@ -10,7 +10,7 @@ from pydantic import AfterValidator
 from torch import Tensor
 
 from kvpolicy.errors import BudgetError
-from kvpolicy.policy import EvictionPolicy, Need, Policy, SlotField, View
+from kvpolicy.policy import EvictionPolicy, Need, Policy, SlotField, View, as_if_alone
 
 
 class Composite(EvictionPolicy):
@@ -64,7 +64,7 @@ class Composite(EvictionPolicy):
     def observe(self, view: View) -> Mapping[str, Tensor]:
         found: dict[str, Tensor] = {}
         for name, part in self._observing:
-            if (shown := _as_if_alone(view.part(name), part)) is not None:
+            if (shown := as_if_alone(view.part(name), part.wants)) is not None:
                 for field, state in part.observe(shown).items():
                     found[f"{name}.{field}"] = state
         return found
@@ -87,17 +87,6 @@ class Composite(EvictionPolicy):
                 part.check(tokens, prefix)
             except BudgetError as error:
                 raise BudgetError(f"{self.kind}.{name}: {error}") from None
-
-
-def _as_if_alone(view: View, part: EvictionPolicy) -> View | None:
-    """What `part` would be shown without the others: they may make attention hand out more, and more often."""
-    rows, wants = view.attention, part.wants
-    if rows is None or wants.total or wants.blocks:
-        return view
-    if not rows.final:
-        return None
-    view.attention = rows.latest(wants.window) if wants.window else None
-    return view
 
 
 def _evicting_at_once(policy: EvictionPolicy) -> EvictionPolicy:

@@ -292,6 +292,8 @@ def _notes(run: Run, found: Measurement) -> Iterator[str]:
         yield "nothing was evicted"
     if run.budget.heads is not None and not run.policy.room(decoding=True):
         yield "all heads kept the same, as they are divided where a prompt is cut and here tokens come one by one"
+    if run.budget.measured is not None and run.policy.bounded:
+        yield "all layers kept the same, as they are measured where a prompt is cut and here tokens come one by one"
 
 
 def _earlier(out: Path, resume: bool, overwrite: bool) -> Results | None:

@@ -90,6 +90,10 @@ def _layers(found: Explanation) -> str:
         return ""
     if found.budget.layers is None:
         return f"all have the same{kept}"
+    if found.budget.measured is not None:
+        how = "all the same, as the prompt fits" if found.prompt <= tokens[0] else "measured while the prompt is read"
+        total = f"in all {sum(tokens):,} = {len(tokens)} × {found.average:,}"
+        return f"{_allocator(found.budget.layers)}: {how}, {total}{kept}"
     return (
         f"{_allocator(found.budget.layers)}: {max(tokens):,} to {min(tokens):,} tokens, in all {sum(tokens):,} = "
         f"{len(tokens)} × {found.average:,}{kept}"

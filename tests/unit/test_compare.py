@@ -214,6 +214,16 @@ def test_heads_that_are_never_divided_are_pointed_out(settings):
         assert (found.cells[-1].kept_tokens > 8) == (not notes)
 
 
+def test_layers_that_are_never_measured_are_pointed_out(settings):
+    found = compare(settings(policies=["h2o"], budgets=[8, {"tokens": 8, "layers": "cake"}], samples=1))
+    *_, even, cell = found.cells
+    assert even.notes == []
+    assert cell.notes == [
+        "all layers kept the same, as they are measured where a prompt is cut and here tokens come one by one"
+    ]
+    assert (cell.kept_tokens, cell.mean_kept_tokens, cell.kl) == (8, 8, even.kl)
+
+
 def test_policies_from_files_bring_their_budget(settings, tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("kind: random\nsinks: 0\nrecent: 0\nbudget: 8\n")

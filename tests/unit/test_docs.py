@@ -32,17 +32,22 @@ def _script() -> ModuleType:
 
 SCRIPT = _script()
 TABLES = SCRIPT.Tables()
-DOCUMENTED: dict[str, type[BaseModel]] = {**TABLES.policies, **TABLES.allocators}
-each = pytest.mark.parametrize("kind", sorted(DOCUMENTED))
+POLICIES, ALLOCATORS = PAGE.split("\n## Allocators\n")
+"""Its parts: a policy and an allocator may have the same name."""
+DOCUMENTED: list[tuple[str, type[BaseModel], str]] = [
+    *((kind, of, POLICIES) for kind, of in TABLES.policies.items()),
+    *((kind, of, ALLOCATORS) for kind, of in TABLES.allocators.items()),
+]
+each = pytest.mark.parametrize(("kind", "of", "page"), DOCUMENTED, ids=[of.__name__ for _, of, _ in DOCUMENTED])
 
 
-def section(kind: str) -> str:
+def section(kind: str, page: str = POLICIES) -> str:
     """What stands below the heading of a kind."""
-    headings = list(_HEADING.finditer(PAGE))
+    headings = list(_HEADING.finditer(page))
     found = [i for i, heading in enumerate(headings) if heading[1] == f"`{kind}`"]
     assert len(found) == 1, f"{kind} has {len(found)} sections in docs/policies.md"
     following = headings[found[0] + 1 : found[0] + 2]
-    return PAGE[headings[found[0]].end() : following[0].start() if following else None]
+    return page[headings[found[0]].end() : following[0].start() if following else None]
 
 
 def options(text: str) -> dict[str, str]:
@@ -74,20 +79,20 @@ def test_tables_are_up_to_date() -> None:
 
 
 @each
-def test_options_and_defaults_are_those_of_the_code(kind: str) -> None:
-    told, true = options(section(kind)), in_code(DOCUMENTED[kind])
+def test_options_and_defaults_are_those_of_the_code(kind: str, of: type[BaseModel], page: str) -> None:
+    told, true = options(section(kind, page)), in_code(of)
     assert list(told) == list(true), "in the order of the class"
     for name, default in told.items():
         assert (yaml.safe_load(default) if default else "required") == true[name], name
 
 
 @each
-def test_the_paper_is_that_of_the_docstring(kind: str) -> None:
-    link = re.search(r"arXiv (\d{4}\.\d{4,5})", " ".join((DOCUMENTED[kind].__doc__ or "").split()))
+def test_the_paper_is_that_of_the_docstring(kind: str, of: type[BaseModel], page: str) -> None:
+    link = re.search(r"arXiv (\d{4}\.\d{4,5})", " ".join((of.__doc__ or "").split()))
     if link:
-        assert f"[arXiv {link[1]}](https://arxiv.org/abs/{link[1]})" in section(kind)
+        assert f"[arXiv {link[1]}](https://arxiv.org/abs/{link[1]})" in section(kind, page)
     else:
-        assert "arxiv.org" not in section(kind)
+        assert "arxiv.org" not in section(kind, page)
 
 
 NUMBERS = {4: "four", 8: "eight", 12: "twelve"}

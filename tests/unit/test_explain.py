@@ -157,6 +157,10 @@ def text_of(found):
          "each 4 tokens"),
         (PYRAMID, "30 for each KV head of each layer on average"),
         (PYRAMID, "pyramid (beta 4.0, window 0): 53 to 7 tokens, in all 120 = 4 × 30"),
+        ({"tokens": 40, "layers": "cake"}, "cake (tau1 1.0, tau2 1.0, window 32): measured while the prompt is read"),
+        ({"tokens": 40, "layers": "cake"}, "is read, in all 160 = 4 × 40"),
+        ({"tokens": 40, "layers": "cake"}, "the last 32 rows of attention: a prompt is attended fused"),
+        ({"tokens": 160, "layers": "cake"}, "window 32): all the same, as the prompt fits, in all 640 = 4 × 160"),
         ({"tokens": 64, "heads": "adaptive"}, "adaptive (alpha 0.2): what 2 heads have is divided anew at each cut"),
     ],
 )  # fmt: skip

@@ -97,6 +97,14 @@ IDENTITIES: dict[str, Identity] = {
         by_kind("rkv", window=1, weight=0.2, kernel=1),
         family="opt",
     ),
+    "CAKE of one query is the last query, the newest aside": Identity(
+        by_kind("cake", window=1, kernel=1), by_kind("protect", recent=1, of=EACH), by_kind("cake", window=3, kernel=1)
+    ),
+    "CAKE without the variance cuts a prompt as SnapKV does": Identity(
+        by_kind("phases", prefill=by_kind("cake", window=3, gamma=0), decode="full"),
+        by_kind("phases", prefill=by_kind("snapkv", window=3), decode="full"),
+        by_kind("phases", prefill=by_kind("cake", window=3), decode="full"),
+    ),
     # windows
     "H2O without heavies is a sliding window": Identity(
         by_kind("h2o", recent=1.0), SLIDING, by_kind("h2o", recent=0.7)

@@ -39,6 +39,9 @@ SPECS: dict[str, dict[str, Any]] = {
     "a2sf, max": {"kind": "a2sf", "decay": 0.5, "recent": 2, "group": "max"},
     "ahakv": {"kind": "ahakv", "length": 6},
     "ahakv, plain": {"kind": "ahakv", "window": 3, "length": None, "recent": 2, "sinks": 1},
+    "cake": {"kind": "cake", "window": 3, "kernel": 3},
+    "cake, mean": {"kind": "cake", "window": 4, "gamma": 0, "kernel": 1},
+    "cake, one query": {"kind": "cake", "window": 1},
     "h2o, fading": {"kind": "h2o", "decay": 0.8},
     "h2o, mean": {"kind": "h2o", "normalise": "visible"},
     "h2o, fading mean": {"kind": "h2o", "decay": 0.9, "normalise": "visible", "recent": 2},
@@ -247,6 +250,24 @@ def test_rkv_compares_all_keys_whatever_fits_at_once(monkeypatch: pytest.MonkeyP
     whole = redundancy(keys, positions, 0.5)
     monkeypatch.setattr(rkv, "_ROWS", 7)
     torch.testing.assert_close(redundancy(keys, positions, 0.5), whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "scores"),
+    [
+        ({"gamma": 0}, [0.4, 0.4, 0.1, 0.1]),
+        ({}, [36.4, 36.4, 0.1, 0.1]),
+        ({"gamma": 1, "window": 1}, [0.1, 0.7, 0.1, 0.1]),  # of one query there is no variance
+        ({"kernel": 3}, [72.8 / 3, 72.9 / 3, 36.6 / 3, 0.2 / 3]),
+    ],
+)
+def test_cake_adds_the_variance(options: dict[str, Any], scores: list[float]) -> None:
+    trace = Trace(load({"kind": "cake", "window": 2, "kernel": 1, **options}), 4)
+    rows = [[0.7, 0.1, 0.1, 0.1, 0.0], [0.1, 0.7, 0.1, 0.1, 0.0, 0.0]]
+    trace.observe([*[[1.0]] * 4, *rows], 6 - trace.policy.window)
+    torch.testing.assert_close(trace.fields["score"].flatten()[:4], torch.tensor(scores))
+    trace.observe([[0.1, 0.2, 0.3, 0.4, 0.0, 0.0, 0.0]])
+    torch.testing.assert_close(trace.fields["score"].flatten()[:4], torch.tensor([0.1, 0.2, 0.3, 0.4]))
 
 
 @pytest.mark.parametrize(("values", "expected"), [([0.2, 1, 1, 2, 1.5, 1], [2, 3, 5]), ([1.0] * 6, [0, 2, 5])])
