@@ -163,6 +163,11 @@ def layer_budgets(
         BudgetError: a layer's budget cannot hold what its policy must protect.
     """
     policies = [policy.for_layer(layer, layers) for layer in range(layers)]
+    if budget is not None and budget.heads is not None and any(own.storage is not None for own in policies):
+        raise BudgetError(
+            f"budget.heads: {policy.kind} has layers stored in a way of their own, in which all KV heads of a layer "
+            "have the same number of slots; leave heads out, or store them in full"
+        )
     if budget is None:
         return [(own, None) for own in policies]
     evicting = tuple(layer for layer, own in enumerate(policies) if own.bounded) or tuple(range(layers))

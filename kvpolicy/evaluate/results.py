@@ -58,6 +58,12 @@ class Cell:
     seconds: float
     notes: list[str] = field(default_factory=list)
     tasks: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether it keeps every token, whatever the budget, as policies do that only store them in another way."""
+        return self.evictions == 0 and self.kept_tokens > self.budget_tokens
+
     """What each task found, by metric."""
 
 
