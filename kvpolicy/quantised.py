@@ -12,7 +12,7 @@ does not, the codes of the others stay as they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -20,10 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvpolicy.attention.blocks import dot, mix
-from kvpolicy.budget import LayerBudget
 from kvpolicy.cache import EMPTY, SlotPool, _gathered, _grown
-from kvpolicy.observer import Observer
 from kvpolicy.policy import EvictionPolicy
 from kvpolicy.select import lowest, survivors
 from kvpolicy.storage import Storage
@@ -249,17 +246,10 @@ class QuantisedPool(SlotPool):
     keeps its codes all the same.
     """
 
-    def __init__(
-        self,
-        policy: EvictionPolicy,
-        budget: LayerBudget | None,
-        index: int,
-        prefix: Tensor,
-        observers: Sequence[Observer] = (),
-    ) -> None:
+    def __init__(self, policy: EvictionPolicy, *more: Any) -> None:
         assert isinstance(policy.storage, Quantised)
         self.storage = policy.storage
-        super().__init__(policy, budget, index, prefix, observers)
+        super().__init__(policy, *more)
 
     def reset(self) -> None:
         super().reset()
@@ -293,16 +283,6 @@ class QuantisedPool(SlotPool):
     def _handed_out(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         # A step takes the rest from storage.
         return super()._handed_out(key_states, value_states) if self.whole else (key_states, value_states)
-
-    def dot(self, query: Tensor) -> Tensor:
-        if self.whole or self.store is None:
-            return super().dot(query)
-        return torch.cat([dot(query, self.store[0].decoded()), dot(query, self.keys)], -1)
-
-    def mix(self, probs: Tensor) -> Tensor:
-        if self.whole or self.store is None:
-            return super().mix(probs)
-        return mix(probs[..., : self.coded], self.store[1].decoded()) + mix(probs[..., self.coded :], self.values)
 
     # -- the steps of a call -------------------------------------------------------------------------------
 
@@ -370,7 +350,9 @@ class QuantisedPool(SlotPool):
         """Quantise what is in full precision but for the newest of each head."""
         before, loose = self.coded, self._positions[:, :, self.coded :]
         keys, values = (state[:, :, before:] if self.whole else state for state in (self.keys, self.values))
-        order = self._order(loose)
+        leaving = max(min(loose.shape[2], self.most) - self.storage.residual, 0)
+        self.coded, full = self._slots_with(leaving)
+        order = self._order(loose, leaving, before, full)
         if self.coded:
             self.store = self._joined(keys, values, order[..., : self.coded], before)
         staying = (order[..., self.coded :] - before).clamp(max=loose.shape[2] - 1)
@@ -382,23 +364,21 @@ class QuantisedPool(SlotPool):
         }
         self.used, self.holes, self.whole, self._since = order.shape[2], True, False, 0
 
-    def _order(self, loose: Tensor) -> Tensor:
+    def _order(self, loose: Tensor, leaving: int, before: int, full: int) -> Tensor:
         """Which slot each slot takes its token from, ``[batch, kv_heads, slots]``; one beyond all where it is empty.
 
-        `loose` are the positions in slots of full precision.
+        `loose` are the positions in slots of full precision, which come after the `before` quantised ones. Of them at
+        most `leaving` get quantised, and `full` slots of full precision are there afterwards.
         """
-        before, nobody, residual = self.coded, self.used, self.storage.residual
+        nobody, residual = self.used, self.storage.residual
         by_age = loose.argsort(dim=-1, descending=True)
-        leaving = max(min(loose.shape[2], self.most) - residual, 0)
-        self.coded, full = self._slots_with(leaving)
         order = torch.arange(self.coded + 1, device=loose.device)
         order = torch.where(order < before, order, nobody).repeat(*loose.shape[:2], 1)
         if leaving:
-            older = by_age[..., residual : residual + leaving].flip(-1)  # in order of position, empty ones first
-            gone = loose.gather(-1, older) < 0
-            older = older.gather(-1, gone.int().argsort(dim=-1, stable=True))
-            gone = loose.gather(-1, older) < 0
-            order.scatter_(-1, torch.where(gone, self.coded, self._holes(before, leaving)), older + before)
+            older = by_age[..., residual : residual + leaving].flip(-1)  # by position, empty ones first
+            older = older.gather(-1, (loose.gather(-1, older) < 0).int().argsort(dim=-1, stable=True))
+            empty = loose.gather(-1, older) < 0
+            order.scatter_(-1, torch.where(empty, self.coded, self._holes(before, leaving)), older + before)
         newest = by_age[..., : min(residual, full)] + before
         return torch.cat([order[..., :-1], F.pad(newest, (0, full - newest.shape[-1]), value=nobody)], -1)
 
