@@ -94,7 +94,10 @@ def _compared(folder: Path) -> str:
             found.setdefault(cell.policy, {})[cell.budget_tokens] = cell
     length = results.samples["length"]
     heads = [f"{length / budget:.0f}x: {budget} tokens" for budget in budgets]
-    lines = [f"| policy | {' | '.join(heads)} | cache at {heads[-1].split(':')[0]} |", f"|---|{'--:|' * (len(heads) + 1)}"]
+    lines = [
+        f"| policy | {' | '.join(heads)} | cache at {heads[-1].split(':')[0]} |",
+        f"|---|{'--:|' * (len(heads) + 1)}",
+    ]
     for name, own in sorted(found.items(), key=lambda item: _loss(item[1].values())):
         texts = [f"{percent(own[b].perplexity_increase)} ({interval_text(own[b])})" for b in budgets]
         least = f"{100 * own[budgets[-1]].cache_bytes / full.cache_bytes:.0f} %"

@@ -175,6 +175,12 @@ def layer_budgets(
     policies = [policy.for_layer(layer, layers) for layer in range(layers)]
     if budget is None:
         return [(own, None) for own in policies]
+    divided_by_attention = "heads" if budget.heads is not None else "layers" if budget.measured is not None else None
+    if divided_by_attention and any(own.storage is not None for own in policies):
+        raise BudgetError(
+            f"budget.{divided_by_attention}: {policy.kind} has layers stored in a way of their own, in which KV heads "
+            "have the same number of slots and layers are cut once; leave it out, or store them in full"
+        )
     evicting = tuple(layer for layer, own in enumerate(policies) if own.bounded) or tuple(range(layers))
     divided = [
         LayerBudget(budget, layer, evicting, layers, prompt) if layer in evicting else None for layer in range(layers)

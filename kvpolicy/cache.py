@@ -73,7 +73,6 @@ class EvictionCache(Cache):
         from kvpolicy.compose.protect import with_prefix
         from kvpolicy.config import read
         from kvpolicy.measured import Cascade
-        from kvpolicy.ragged import RaggedPool
 
         config = read(policy)
         self.policy, first = with_prefix(config.policy, prefix)
@@ -88,8 +87,10 @@ class EvictionCache(Cache):
         self._configs = attachment.configs  # of the model it is for; the model itself is not held
         observers = (*installed(), *observers)
         shares = layer_budgets(self.policy, self.budget, len(self._configs), int(first.max()), prompt)
-        kind = RaggedPool if self.budget is not None and self.budget.heads is not None else SlotPool
-        pools = [kind(policy, budget, index, first, observers) for index, (policy, budget) in enumerate(shares)]
+        pools = [
+            _kind_of_pool(policy, budget)(policy, budget, index, first, observers)
+            for index, (policy, budget) in enumerate(shares)
+        ]
         if self.budget is not None and self.budget.measured is not None:
             Cascade.over(pools, self.budget.measured)
         super().__init__(layers=pools)
@@ -134,6 +135,14 @@ class EvictionCache(Cache):
 
     def __repr__(self) -> str:
         return f"EvictionCache({self.policy!r}, budget={self.budget}, seen={self.get_seq_length()})"
+
+
+def _kind_of_pool(policy: EvictionPolicy, budget: LayerBudget | None) -> type[SlotPool]:
+    from kvpolicy.ragged import RaggedPool
+
+    if policy.storage is not None:
+        return policy.storage.pool
+    return RaggedPool if budget is not None and budget.budget.heads is not None else SlotPool
 
 
 def _positive(value: int, name: str) -> int:
@@ -203,6 +212,8 @@ class SlotPool(CacheLayerMixin):
         """The same for each row ``[batch, 1, 1]``, where rows differ."""
         self.holes = False
         """Whether slots other than the free one may be empty (padding, rows of different budgets)."""
+        self.uneven = False
+        """Whether rows may have seen different numbers of tokens (padding)."""
         self.average: Any = None
         """The tokens that all layers have on average, as `limit`, or as `limits` where rows differ."""
         self.wants: Wants = self.policy.wants
@@ -278,10 +289,14 @@ class SlotPool(CacheLayerMixin):
 
     def _overwrite(self, keys: Tensor, values: Tensor) -> None:
         assert self.free is not None
-        slot = self.free.unsqueeze(-1)
+        self._write(self.free, keys, values)
+        self._clear_fields()
+
+    def _write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put one token of each head into its slot of `slots` ``[batch, kv_heads, 1]``."""
+        slot = slots.unsqueeze(-1)
         self.keys.scatter_(2, slot.expand(*slot.shape[:3], keys.shape[-1]), keys)
         self.values.scatter_(2, slot.expand(*slot.shape[:3], values.shape[-1]), values)
-        self._clear_fields()
 
     def _clear_fields(self) -> None:
         """Slot fields of the newcomers are as new."""
@@ -401,7 +416,7 @@ class SlotPool(CacheLayerMixin):
         """Number the new tokens. `mask` ``[batch, tokens]`` marks the real ones; ``None`` means all are."""
         tokens, self.arrived = self.arrived, 0
         self.padded = mask is not None
-        self.holes = self.holes or self.padded
+        self.holes, self.uneven = self.holes or self.padded, self.uneven or self.padded
         self.is_causal = self.used == tokens and not self.padded
         if mask is not None:
             real = mask[:, None].to(self.device, torch.int32)
@@ -425,7 +440,7 @@ class SlotPool(CacheLayerMixin):
         elif self._columns is not None:
             self._columns += tokens
         if self.budget is not None and (self.limit is None or self.budget.budget.grows):
-            self._resolve(mask)
+            self._resolve()
         if self.cascade is not None and not self.decoding:
             self.cascade.begin(self)
 
@@ -439,10 +454,10 @@ class SlotPool(CacheLayerMixin):
         """The most first tokens that some row of the batch is to keep."""
         return int(self._prefix.max())
 
-    def _resolve(self, mask: Tensor | None) -> None:
+    def _resolve(self) -> None:
         """Fix the budget now that the prompt is known. Each row has its own prompt, hence its own share."""
         assert self.budget is not None
-        if self.budget.constant or (mask is None and not self.holes):
+        if self.budget.constant or not self.uneven:
             rows = [self.budget.resolve(self.get_seq_length())]
         else:
             rows = [self.budget.resolve(tokens) for tokens in self.seen.flatten().tolist()]
@@ -509,7 +524,7 @@ class SlotPool(CacheLayerMixin):
         if self.free is not None:
             self._choose_victim()
         elif not self._bounded:
-            self._refuse_to_exceed()
+            self._refuse_to_exceed(self.used)
         elif self.limit is not None and (self.used > self.limit + room or self._rows_differ(room)):
             if self.decoding and self.used == self.limit + 1:
                 self._choose_victim()
@@ -530,8 +545,9 @@ class SlotPool(CacheLayerMixin):
     def _rows_differ(self, room: float) -> bool:
         return self.limits is not None and not self.decoding and room < math.inf
 
-    def _refuse_to_exceed(self) -> None:
-        if self.limit is not None and self.used > self.limit and (most := int(self.kept().max())) > self.limit:
+    def _refuse_to_exceed(self, held: int) -> None:
+        """`held` is what a head may hold, counted without asking the device."""
+        if self.limit is not None and held > self.limit and (most := int(self.kept().max())) > self.limit:
             raise BudgetError(
                 f"{self.policy.kind} evicts nothing and {most} tokens do not fit its budget of {self.limit}; "
                 "leave the budget out, or choose a policy that evicts"

@@ -251,7 +251,7 @@ class _Layer:
             certain=tuple(runs(stay[0, 0].nonzero().flatten().tolist())),
             tree=_tree("", self.policy, tokens, self.prefix),
             slots=slots,
-            bytes=self._bytes(slots, self._cut(tokens) and not self.policy.room(decoding=True)),
+            bytes=self._bytes(tokens, slots),
         )
 
     def _tokens(self) -> int | None:
@@ -312,7 +312,19 @@ class _Layer:
         seen = torch.tensor([[[self.prompt]]], dtype=torch.int32)
         return View(fields, positions, seen, tokens, nothing, nothing, self.index, holes=False, prefix=self.prefix)
 
+    def _held(self, tokens: int | None) -> int:
+        """Tokens that a head holds after the prompt."""
+        return tokens if tokens is not None and self._cut(tokens) else self.prompt
+
+    def _most(self, tokens: int | None) -> float:
+        """Tokens that a head may come to hold."""
+        if tokens is None or (self.budget is not None and self.budget.budget.grows):
+            return math.inf
+        return max(tokens + self.policy.room(decoding=True), self._held(tokens))
+
     def _slots(self, tokens: int | None) -> int:
+        if (storage := self.policy.storage) is not None:
+            return storage.slots(self._held(tokens), self._most(tokens))
         steps = -(-self.prompt // GROWTH) * GROWTH
         if tokens is None or self.budget is None:
             return steps
@@ -322,10 +334,17 @@ class _Layer:
             return tokens + GROWTH if room == math.inf else most
         return max(self.prompt, steps if self.budget.budget.grows else min(steps, most))
 
-    def _bytes(self, slots: int, has_free_slot: bool) -> Bytes:
-        heads = self.shape.kv_heads
+    def _bytes(self, tokens: int | None, slots: int) -> Bytes:
+        heads, storage = self.shape.kv_heads, self.policy.storage
+        if storage is None:
+            keys_and_values = slots * self.shape.token
+            has_free_slot = self._cut(tokens) and not self.policy.room(decoding=True)
+        else:
+            size = self.shape.head_dim, _size(self.shape.dtype)
+            keys_and_values = heads * storage.nbytes(self._held(tokens), self._most(tokens), *size)
+            has_free_slot = True
         return Bytes(
-            keys_and_values=slots * self.shape.token,
+            keys_and_values=keys_and_values,
             slot_fields=slots * heads * sum(self.shape.bytes_of_field(f) for f in self.policy.slot_fields().values()),
             bookkeeping=slots * heads * _POSITION + has_free_slot * heads * _FREE_SLOT + _SEEN,
         )

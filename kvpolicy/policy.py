@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvpolicy.attention.blocks import Wants
     from kvpolicy.attention.rows import AttentionRows
     from kvpolicy.compose import Part, Union
+    from kvpolicy.storage import Storage
 
 
 @dataclass(frozen=True)
@@ -338,6 +339,11 @@ class EvictionPolicy(BaseModel):
         from kvpolicy.attention.blocks import Wants
 
         return Wants.of(self.needs)
+
+    @property
+    def storage(self) -> Storage | None:
+        """How a layer stores what it keeps; ``None`` is as it comes, in full."""
+        return None
 
     def room(self, decoding: bool) -> float:
         """Tokens beyond the budget that may be held before anything is evicted, in prefill or while decoding."""

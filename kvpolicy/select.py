@@ -22,8 +22,8 @@ def lowest(policy: EvictionPolicy, view: View) -> Tensor:
     if view.holes:
         empty = view.positions < 0
         room: Tensor = empty
-        if isinstance(view.budget, Tensor):
-            # Rows of different budgets share one pool: a full one gives up a token and keeps its empty slots.
+        if isinstance(view.budget, Tensor) or ages.shape[-1] > view.budget + 1:
+            # There are more slots than a row may use: a full one gives up a token and keeps its empty slots.
             full = (~empty).sum(-1, keepdim=True) > view.budget
             first, room = first.masked_fill(empty & full, high), empty & ~full
         first = first.masked_fill(room, low)

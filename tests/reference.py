@@ -652,6 +652,18 @@ class ProtectRule(CompositeRule):
         return self.parts[0].room(decoding)
 
 
+class KIVIRule(CompositeRule):
+    """Which tokens stay; `Stored` says what becomes of them."""
+
+    defaults = {"of": "full"}
+
+    def rank(self, held: list[int], seen: int, budget: int, decoding: bool) -> list[int]:
+        return self.parts[0].rank(held, seen, budget, decoding)
+
+    def room(self, decoding: bool) -> float:
+        return self.parts[0].room(decoding)
+
+
 class EveryRule(CompositeRule):
     def rank(self, held: list[int], seen: int, budget: int, decoding: bool) -> list[int]:
         return self.parts[0].rank(held, seen, budget, decoding)
@@ -698,6 +710,7 @@ COMPOSITIONS: dict[str, type[Rule]] = {
     "layers": LayersRule,
     "protect": ProtectRule,
     "every": EveryRule,
+    "kivi": KIVIRule,
     "vatp": VATPRule,
 }
 
@@ -757,6 +770,7 @@ class Reference:
         position = self.real.cumsum(-1) - 1
         position[~self.real] = -1
         first = columns - rows
+        key, value = self.shown(layer, position, key, value)
         allowed = torch.zeros(batch, heads, rows, columns, dtype=torch.bool)
         for row in range(batch):
             for head in range(heads):
@@ -777,7 +791,15 @@ class Reference:
                 mine = slice(head * group, (head + 1) * group)
                 self._observe(layer, row, head, position[row], allowed[row, head], mean[row, head], first, each, mine)
             self._decide(layer, row, heads, int((position[row] >= 0).sum()), decoding=rows == 1 and first > 0)
+        self.keep(layer, position, key[:, :, first:], value[:, :, first:], decoding=rows == 1 and first > 0)
         return output, probs
+
+    def shown(self, layer: int, position: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values that attention sees, ``[batch, kv_heads, columns, width]``: those of the full cache."""
+        return key, value
+
+    def keep(self, layer: int, position: Tensor, keys: Tensor, values: Tensor, decoding: bool) -> None:
+        """The call has ended in `layer`; it brought these keys and values."""
 
     def _store(self, layer, row, head, position, keys, values) -> None:
         at = (layer, row, head)

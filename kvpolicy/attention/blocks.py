@@ -86,7 +86,7 @@ def attend(pool: SlotPool, query: Tensor, scoring: Scoring) -> Tensor:
 
     `query` is ``[batch, query_heads, rows, head_dim]``, the result ``[batch, query_heads, rows, value_dim]``.
     """
-    heads, rows = pool.active_keys.shape[1], query.shape[2]
+    heads, rows = pool.active_positions.shape[1], query.shape[2]
     grouped = query.unflatten(1, (heads, -1))
     if rows == 1:
         return _step(pool, grouped, scoring).flatten(1, 2)

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, model_validator
 from torch import Tensor
 
 from kvpolicy.errors import BudgetError
 from kvpolicy.policy import EvictionPolicy, Need, Policy, SlotField, View, as_if_alone
+from kvpolicy.storage import Storage
 
 
 class Composite(EvictionPolicy):
@@ -45,6 +46,24 @@ class Composite(EvictionPolicy):
     @cached_property
     def bounded(self) -> bool:  # type: ignore[override]
         return any(part.bounded for _, part in self.children())
+
+    @cached_property
+    def storage(self) -> Storage | None:
+        """That of the one part; several parts share their slots, and none of them can say how these are stored."""
+        parts = list(self.children())
+        storing = [(name, part) for name, part in parts if part.storage is not None]
+        if storing and len(parts) > 1:
+            name, part = storing[0]
+            raise ValueError(
+                f"{part.kind} says how a layer stores all that it keeps, so it cannot be one part of several ({name}); "
+                f"put it around {self.kind}"
+            )
+        return storing[0][1].storage if storing else None
+
+    @model_validator(mode="after")
+    def _storable(self) -> Composite:
+        self.storage  # noqa: B018 - says what is wrong
+        return self
 
     @property
     def needs(self) -> frozenset[Need]:  # type: ignore[override]

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvpolicy.compose._base import Composite
 from kvpolicy.policy import EvictionPolicy, Policy, View
 from kvpolicy.ranges import LayerRange, layers_in
+from kvpolicy.storage import Storage
 
 
 class Layers(Composite):
@@ -31,6 +32,11 @@ class Layers(Composite):
 
     def with_parts(self, change: Callable[[EvictionPolicy], EvictionPolicy]) -> EvictionPolicy:
         return self.replaced(at={name: change(part) for name, part in self.at.items()}, default=change(self.default))
+
+    @property
+    def storage(self) -> Storage | None:
+        """That of some part: each layer is stored as its own policy says."""
+        return next((part.storage for _, part in self.children() if part.storage is not None), None)
 
     def for_layer(self, layer: int, layers: int) -> EvictionPolicy:
         named = {name: layers_in(name, layers) for name in self.at}  # all of them, so that none goes unchecked

@@ -60,6 +60,11 @@ class Cell:
     tasks: dict[str, dict[str, float]] = field(default_factory=dict)
     """What each task found, by metric."""
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether it keeps every token, whatever the budget, as policies do that only store them in another way."""
+        return self.evictions == 0 and self.kept_tokens > self.budget_tokens
+
 
 @dataclass
 class Results:

@@ -33,9 +33,11 @@ def ordered(results: Results) -> list[Cell]:
 
 
 def table_rows(results: Results) -> list[list[str]]:
-    """One list of texts per row, in the order of :func:`columns`."""
+    """One list of texts per row, in the order of :func:`columns`; a policy that keeps everything has one row."""
     cells, shown = ordered(results), columns(results)
-    return [[column.text(cell, cells[0]) for column in shown] for cell in cells]
+    once = {cell.policy: cell for cell in reversed(cells) if cell.keeps_all}
+    rows = [cell for cell in cells if not cell.keeps_all or once[cell.policy] is cell]
+    return [[column.text(cell, cells[0]) for column in shown] for cell in rows]
 
 
 def columns(results: Results) -> list[Column]:
@@ -109,7 +111,7 @@ def size(count: float) -> str:
 
 def budget_text(cell: Cell) -> str:
     """A budget as given, and in tokens where that is something else."""
-    if cell.policy == BASELINE:
+    if cell.policy == BASELINE or cell.keeps_all:
         return "–"
     given = given_text(cell.budget)
     return given if isinstance(cell.budget, int) else f"{given} = {cell.budget_tokens}"

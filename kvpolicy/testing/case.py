@@ -95,6 +95,13 @@ class Case:
         rooms = [self.most(0, layer, decoding) for layer in range(models.LAYERS) for decoding in (False, True)]
         return any(0 < room < inf for room in rooms)
 
+    def must_be_exact(self) -> None:
+        """Raise :class:`NotApplicable` where some layer stores no more than approximations."""
+        for layer in range(models.LAYERS):
+            storage = self.policy.for_layer(layer, models.LAYERS).storage
+            if storage is not None and not storage.lossless:
+                raise NotApplicable(f"layer {layer} stores approximations of keys and values: {storage}")
+
     def prompt(self, budget: int | None = None) -> int:
         """The length of a prompt of which a good part must go."""
         budget = self.budget if budget is None else budget

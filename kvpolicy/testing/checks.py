@@ -193,6 +193,7 @@ class _Protection(Spy):
 @check
 def keys(case: Case) -> None:
     """A slot holds the key of the token at its position: in the first layer, the full cache's."""
+    case.must_be_exact()
     model = models.llama()
     tokens = models.ids(2, case.prompt() + 10)
     full = DynamicCache(config=model.config)
@@ -228,6 +229,7 @@ class _Keys(Spy):
 @check
 def whole(case: Case) -> None:
     """A budget that holds everything changes nothing: the model computes as without a policy."""
+    case.must_be_exact()
     for model in (models.llama(), models.gpt_neox()):
         tokens, mask = _padded_batch([12, 7], steps=8)
         budget = max(case.least, 32)
@@ -704,6 +706,7 @@ def reference(case: Case) -> None:
     """The policy keeps what its definition in plain Python keeps, decision by decision."""
     if case.reference is None:
         raise NotApplicable("no reference is given")
+    case.must_be_exact()
     prompt = case.prompt()
     _against_rule(case, models.llama(), models.ids(2, prompt + 31), [prompt] + [1] * 20 + [5, 1, 1, 3, 1])
     _against_rule(case, models.gpt_neox(), models.ids(1, prompt + 20), [1] * (prompt + 20))

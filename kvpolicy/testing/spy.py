@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from kvpolicy.attention.blocks import Wants
 from kvpolicy.attention.rows import AttentionRows
 from kvpolicy.policy import EvictionPolicy, Need, SlotField, View
+from kvpolicy.storage import Storage
 
 
 class Spy:
@@ -56,6 +57,10 @@ class Watched(EvictionPolicy):
     @property
     def observes(self) -> bool:
         return self.of.observes
+
+    @property
+    def storage(self) -> Storage | None:
+        return self.of.storage
 
     @cached_property
     def wants(self) -> Wants:

@@ -26,13 +26,14 @@ def compare(
     mask: torch.Tensor | None = None,
     budgets: list[int] | None = None,
     alpha: Fraction | None = None,
+    reference_of: type[Reference] = Reference,
 ) -> None:
     """Feed `tokens` to both, `calls` tokens at a time; logits and kept positions must agree throughout.
 
     `budgets` is what `budget` comes to in each layer, where it is not the same number for all; `alpha` is that of
     heads divided adaptively.
     """
-    reference = Reference(model, policy, budgets or budget, alpha)
+    reference = reference_of(model, policy, budgets or budget, alpha)
     cache = EvictionCache(model, policy, budget=None if policy == "full" else budget)
     at = 0
     for count in calls:
