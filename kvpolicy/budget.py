@@ -70,10 +70,15 @@ class Budget(BaseModel):
             raise ValueError(
                 "heads are divided when a prompt is cut, so their budget is a share of the prompt: of: prompt"
             )
-        if self.measured is not None and (self.grows or self.heads is not None):
+        if self.measured is not None and self.grows:
             raise ValueError(
-                f"layers: {self.measured.kind} is measured while a prompt is read, and cuts layers more than once: it "
-                "goes with a share of the prompt (of: prompt), and heads have the same in it (no heads:)"
+                f"layers: {self.measured.kind} is measured once, while a prompt is read, so that its budget is a "
+                "number of tokens or a share of the prompt: of: prompt"
+            )
+        if self.measured is not None and self.heads is not None:
+            raise ValueError(
+                f"layers: {self.measured.kind} cuts layers more than once, and heads: {self.heads.kind} divides what "
+                "is there at each cut; give one of the two"
             )
         return self
 

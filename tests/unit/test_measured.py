@@ -446,10 +446,17 @@ def test_a_prompt_that_is_not_cut_is_measured_all_the_same(model: Any) -> None:
     assert [int(cache.kept(layer).max()) for layer in range(LAYERS)] == final(model, tokens[0])
 
 
-@pytest.mark.parametrize("more", [{"heads": "adaptive"}, {"tokens": None, "share": 0.5, "of": "seen"}], ids=str)
-def test_what_does_not_go_with_it_is_refused(more: dict[str, Any]) -> None:
-    with pytest.raises(BudgetError, match="layers: cake is measured while a prompt is read"):
-        Budget.parse({"tokens": 20, "layers": "cake", **more})
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"heads": "adaptive"}, "layers: cake cuts layers more than once, and heads: adaptive divides"),
+        ({"of": "seen"}, "layers: cake is measured once, while a prompt is read"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_with_it_is_refused(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(BudgetError, match=message):
+        Budget.parse({"share": 0.5, "layers": "cake", **more})
 
 
 @pytest.mark.parametrize(
