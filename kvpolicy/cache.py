@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from kvpolicy.budget import Budget, LayerBudget, layer_budgets
 from kvpolicy.errors import BudgetError, ConfigError, NotAttachedError
 from kvpolicy.observer import Observer, installed
 from kvpolicy.policy import EvictionPolicy, SlotField, View, as_if_alone
+from kvpolicy.rotation import UNKNOWN, Angles, Turn, turns_of
 from kvpolicy.select import lowest, survivors
 
 if TYPE_CHECKING:
@@ -47,7 +49,9 @@ class EvictionCache(Cache):
         policy: a policy object, a kind (``"h2o"``), a mapping (``{"kind": "h2o", "recent": 0.25}``) or a file.
         budget: tokens (``512``) or a share of the prompt (``0.25``). May be left out where a file gives it, and
             with policies that evict nothing.
-        positions: ``"original"``: keys stay rotated where they were, queries use the tokens seen.
+        positions: ``"original"``: keys stay rotated where they were, queries use the tokens seen. ``"rolled"``:
+            what is held is numbered anew, 0, 1, ... in each head, as in StreamingLLM's paper; for models that rotate.
+            By default what the policy says (:attr:`~kvpolicy.EvictionPolicy.rolled`), which is original for most.
         prompt_length: the length a share refers to, where a prompt comes in chunks. By default it is the number
             of tokens of the first call, padding not counted, each row for itself.
         prefix: how many first tokens always stay, a system prompt say: a number, or one for each row. A policy with
@@ -64,7 +68,7 @@ class EvictionCache(Cache):
         policy: EvictionPolicy | str | PathLike[str] | Mapping[str, Any],
         budget: int | float | str | Budget | None = None,
         *,
-        positions: str = "original",
+        positions: str | None = None,
         prompt_length: int | None = None,
         prefix: int | Sequence[int] | Tensor | None = None,
         observers: Sequence[Observer] = (),
@@ -84,18 +88,24 @@ class EvictionCache(Cache):
             )
         prompt = None if prompt_length is None else _positive(prompt_length, "prompt_length")
         attachment = attach(model)
-        attachment.adapter.check_positions(positions)
         self._configs = attachment.configs  # of the model it is for; the model itself is not held
         observers = (*installed(), *observers)
         shares = layer_budgets(self.policy, self.budget, len(self._configs), int(first.max()), prompt)
+        turns = turns_of(model, attachment.adapter, [policy for policy, _ in shares], positions)
         kind = RaggedPool if self.budget is not None and self.budget.heads is not None else SlotPool
-        pools = [kind(policy, budget, index, first, observers) for index, (policy, budget) in enumerate(shares)]
+        pools = [
+            kind(policy, budget, index, first, observers, turn)
+            for index, ((policy, budget), turn) in enumerate(zip(shares, turns, strict=True))
+        ]
         if self.budget is not None and self.budget.measured is not None:
             Cascade.over(pools, self.budget.measured)
         super().__init__(layers=pools)
 
-    def expect(self, index: int, config: Any) -> SlotPool:
-        """Announce a call of the attention of layer `index` of the model with `config`; the pool it will use."""
+    def expect(self, index: int, config: Any, angles: Any = None) -> SlotPool:
+        """Announce a call of the attention of layer `index` of the model with `config`; the pool it will use.
+
+        `angles` are the cos and sin that the model hands to the layer, ``[batch or 1, tokens, columns]`` each.
+        """
         if index >= len(self.layers) or config is not self._configs[index]:
             raise ConfigError(
                 "this EvictionCache was made for another model; make one for this: EvictionCache(model, ...)"
@@ -103,7 +113,7 @@ class EvictionCache(Cache):
         pool: SlotPool = self.layers[index]
         self.layers[index - 1].check_finished()
         pool.check_finished()
-        pool.expected = True
+        pool.announce(angles)
         return pool
 
     # -- what users ask ------------------------------------------------------------------------------------
@@ -160,7 +170,7 @@ class SlotPool(CacheLayerMixin):
     supports_early_init = False
 
     keys: Any
-    """``[batch, kv_heads, slots, head_dim]``; ``None`` before the first call."""
+    """``[batch, kv_heads, slots, head_dim]``; ``None`` before the first call. Not rotated if positions are rolled."""
     values: Any
     """``[batch, kv_heads, slots, value_dim]``."""
 
@@ -171,6 +181,7 @@ class SlotPool(CacheLayerMixin):
         index: int,
         prefix: Tensor,
         observers: Sequence[Observer] = (),
+        turn: Turn = UNKNOWN,
     ) -> None:
         super().__init__()
         self.policy = policy
@@ -179,6 +190,8 @@ class SlotPool(CacheLayerMixin):
         self.cascade: Cascade | None = None
         """What measures this layer and others to divide a budget over them."""
         self.observers = observers
+        self.turn = turn
+        """How the layer rotates, where that matters to the policy or to positions."""
         self._prefix = prefix
         self._declared = policy.slot_fields()
         self._observes = policy.observes
@@ -213,6 +226,10 @@ class SlotPool(CacheLayerMixin):
         """Whether the call under way, or the last one, is a decode step: one token more for a cache that holds some."""
         self.handed: torch.Size | None = None
         """Shape of the keys that the model was given in this call."""
+        self._angles: Angles | None = None
+        """Cos and sin of the call under way, where they matter."""
+        self._asked: Any = None
+        """Queries of the call under way, as the model rotated them."""
         self._columns: int | None = 0
 
     # -- transformers' interface ---------------------------------------------------------------------------
@@ -254,6 +271,7 @@ class SlotPool(CacheLayerMixin):
         key_states, value_states = key_states.detach(), value_states.detach()  # an inference cache keeps no graph
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        key_states = self.turn.held(key_states, self._angles)
         rows, tokens = key_states.shape[0], key_states.shape[2]
         if rows != self.seen.shape[0]:
             raise ConfigError(
@@ -367,16 +385,44 @@ class SlotPool(CacheLayerMixin):
     def active_positions(self) -> Tensor:
         return self._active(self._positions)
 
+    @property
+    def attended_keys(self) -> Tensor:
+        """What queries are multiplied with: the keys in use, rotated for their places where positions are rolled."""
+        return self.turn.attended(self.active_keys, self.active_positions)
+
+    def turned(self, query: Tensor) -> Tensor:
+        """`query` ``[batch, kv_heads, group, tokens, head_dim]`` as it meets :attr:`attended_keys`."""
+        self._asked = query
+        return self.turn.asking(query, self._angles, self.active_positions)
+
+    def unrotated(
+        self, batch: slice = slice(None), heads: slice = slice(None), rows: slice = slice(None)
+    ) -> Callable[[], Tensor] | None:
+        """What gives some queries of this call as they were before they were rotated, where that is known."""
+        if not self.turn.known:
+            return None
+        return partial(self.turn.bare, self._asked[batch, heads, :, rows], self._angles, batch, rows)
+
     def _active(self, state: Tensor) -> Tensor:
         return state if state.shape[2] == self.used else state[:, :, : self.used]
 
     def dot(self, query: Tensor) -> Tensor:
         """Products of `query` ``[batch, kv_heads, group, 1, head_dim]`` with all keys."""
-        return dot(query, self.active_keys)
+        return dot(query, self.attended_keys)
 
     def mix(self, probs: Tensor) -> Tensor:
         """The mean of all values by `probs` ``[batch, kv_heads, group, 1, slots]``."""
         return mix(probs, self.active_values)
+
+    def announce(self, angles: Any) -> None:
+        """A call is coming, whose queries and keys the model rotates by `angles`: cos and sin."""
+        self.expected = True
+        self._angles = self.turn.given(angles)
+
+    def _finish(self) -> None:
+        """The call is over, and what was known for its time is forgotten."""
+        self._angles = None
+        self._asked = None
 
     def check_finished(self) -> None:
         """Raise if the last call did not come to its end in our attention function."""
@@ -395,6 +441,7 @@ class SlotPool(CacheLayerMixin):
         self.place(mask)
         output = attend(self, query, scoring)
         self.evict(query.shape[2])
+        self._finish()
         return output
 
     def place(self, mask: Tensor | None) -> None:
@@ -489,6 +536,7 @@ class SlotPool(CacheLayerMixin):
             holes=self.holes,
             decoding=self.decoding,
             prefix=self._of(part, self.prefix),
+            turn=self.turn,
         )
 
     def _budget(self, part: Part | None) -> int | Tensor:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvpolicy.attention.blocks import Wants
     from kvpolicy.attention.rows import AttentionRows
     from kvpolicy.compose import Part, Union
+    from kvpolicy.rotation import Rotation, Turn
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,9 @@ class Need:
     LOGITS: ClassVar[Need]
     """Every row before the softmax, in blocks: ``view.attention.logits()``."""
     QUERIES: ClassVar[Need]
-    """The query vectors, in blocks: ``view.attention.queries()``."""
+    """The query vectors: ``view.attention.queries()``; in blocks where other rows are asked for, else all at once."""
+    ROTATION: ClassVar[Need]
+    """How the model rotates: ``view.rotation`` and, with QUERIES, ``view.attention.queries(rotated=False)``."""
 
     @classmethod
     def window(cls, rows: int) -> Need:
@@ -60,6 +63,7 @@ Need.ATTENTION_ROWS = Need("attention_rows")
 Need.ATTENTION_LAST = Need("attention_rows", 1)
 Need.LOGITS = Need("logits")
 Need.QUERIES = Need("queries")
+Need.ROTATION = Need("rotation", 0)
 
 
 @dataclass
@@ -115,8 +119,8 @@ class View:
     """
 
     __slots__ = (
-        "_fields", "_keys", "_offsets", "_scope", "_values", "attention", "budget", "candidates", "decoding", "holes",
-        "layer", "positions", "prefix", "seen",
+        "_fields", "_keys", "_offsets", "_scope", "_turn", "_values", "attention", "budget", "candidates", "decoding",
+        "holes", "layer", "positions", "prefix", "seen",
     )  # fmt: skip
 
     def __init__(
@@ -133,8 +137,10 @@ class View:
         holes: bool = True,
         decoding: bool = False,
         prefix: int | Tensor = 0,
+        turn: Turn | None = None,
     ) -> None:
         self._fields = fields
+        self._turn = turn
         self._scope = ""
         self._offsets = offsets
         self._keys = keys
@@ -163,7 +169,7 @@ class View:
 
     @property
     def keys(self) -> Tensor:
-        """``[batch, kv_heads, slots, head_dim]``, as cached (rotated where the model rotates)."""
+        """``[batch, kv_heads, slots, head_dim]``, as held: rotated where the model rotates, unless they are rolled."""
         return self._keys() if callable(self._keys) else self._keys
 
     @property
@@ -171,11 +177,31 @@ class View:
         """``[batch, kv_heads, slots, value_dim]``."""
         return self._values() if callable(self._values) else self._values
 
+    @property
+    def rotation(self) -> Rotation | None:
+        """How the model rotates queries and keys in this layer; ``None``: it does not. Needs ``Need.ROTATION``."""
+        if self._turn is None:
+            return None
+        if not self._turn.known:
+            raise RuntimeError("view.rotation was not asked for: add Need.ROTATION to the policy's `needs`")
+        return self._turn.rotation
+
+    def rotated_keys(self) -> Tensor:
+        """The keys as the model rotated them, for where their tokens stand in the text. Needs ``Need.ROTATION``.
+
+        They are :attr:`keys`, but where positions are rolled; there they are rotated anew at each call of this.
+        """
+        rotation = self.rotation
+        if rotation is None or self._turn is None or not self._turn.rolls:
+            return self.keys
+        return rotation.turned(self.keys, rotation.at(self.positions.clamp(min=0), self.keys.dtype))
+
     def part(self, name: str, budget: Any = None, candidates: Tensor | None = None) -> View:
         """The view for the part `name` of a composition: its own slot fields, its budget, what it may choose from."""
         part = View(
             self._fields, self.positions, self.seen, self.budget if budget is None else budget, self._keys,
             self._values, self.layer, self.attention, self._offsets, self.holes, self.decoding, self.prefix,
+            self._turn,
         )  # fmt: skip
         part._scope = f"{self._scope}{name}."
         part.candidates = self.candidates if candidates is None else candidates
@@ -250,7 +276,7 @@ def as_if_alone(view: View, wants: Wants) -> View | None:
     Others may make attention hand out more, and more often. The view is changed.
     """
     rows = view.attention
-    if rows is None or wants.total or wants.blocks:
+    if rows is None or wants.total or wants.blocks or wants.queries:
         return view
     if not rows.final:
         return None
@@ -290,6 +316,11 @@ class EvictionPolicy(BaseModel):
         for base in reversed(type(self).__mro__):
             found.update({k: v for k, v in vars(base).items() if isinstance(v, SlotField)})
         return found
+
+    @property
+    def rolled(self) -> bool:
+        """Whether it is meant for rolled positions: ``EvictionCache(positions="rolled")`` if not said otherwise."""
+        return False
 
     @property
     def observes(self) -> bool:

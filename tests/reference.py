@@ -709,14 +709,97 @@ def make(spec: Any, layer: int, row: int, head: int, layers: int) -> Rule:
     return {**RULES, **MORE, **PRIMITIVES, **COMPOSITIONS}[kind](layer, row, head, layers, **options)
 
 
+class Spun:
+    """Rotary positions by complex numbers: the first half of what a head rotates is real, the second imaginary."""
+
+    def __init__(self, model: Any) -> None:
+        self.embedding = next(m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding"))
+
+    def angles(self, like: Tensor, places: Tensor) -> Tensor:
+        """``exp(i * angle)`` for each of `places`, times what the model scales it by."""
+        cos, sin = self.embedding(like.new_empty(0), places.reshape(1, -1))
+        spins = torch.complex(cos, sin)[..., : cos.shape[-1] // 2]
+        return spins.view(*places.shape, -1)
+
+    @staticmethod
+    def times(vectors: Tensor, spins: Tensor) -> Tensor:
+        half = spins.shape[-1]
+        turned = torch.complex(vectors[..., :half], vectors[..., half : 2 * half]) * spins
+        return torch.cat([turned.real, turned.imag, vectors[..., 2 * half :]], -1)
+
+    def bare(self, vectors: Tensor, columns: Tensor) -> Tensor:
+        """`vectors` of tokens at `columns` of the input as they were before the model rotated them."""
+        return self.times(vectors, 1 / self.angles(vectors, columns))
+
+    def at(self, vectors: Tensor, places: Tensor) -> Tensor:
+        return self.times(vectors, self.angles(vectors, places))
+
+    def rolled(self, query: Tensor, key: Tensor, there: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys at their places among the columns that are `there`, ``[batch, kv_heads, columns]``.
+
+        And the keys before they were rotated. `key` is what a model has cached of all columns.
+        """
+        columns, rows = torch.arange(key.shape[2]), query.shape[2]
+        places = (there.cumsum(-1) - 1).clamp(min=0)
+        bare = self.bare(key, columns)
+        asking = self.bare(query, columns[-rows:]).unflatten(1, (key.shape[1], -1))
+        asking = self.at(asking, places[:, :, None, -rows:].expand(asking.shape[:-1]))
+        return asking.flatten(1, 2), self.at(bare, places), bare
+
+
+class Recomputed:
+    """A model over all tokens ever seen, of which each query is shown those that a cache holds, at their places."""
+
+    def __init__(self, model: Any, watched: Any) -> None:
+        """`watched` is the cache; what it held before a call is what the call sees beside its own tokens."""
+        self.model, self.watched, self.cache, self.spun = model, watched, DynamicCache(), Spun(model)
+        self.shown: list[Tensor] = []
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Come before the same call with the watched cache."""
+        seen, layers = self.cache.get_seq_length(), len(self.watched.layers)
+        self.shown = [self.watched.positions(layer) for layer in range(layers)] if seen else []
+        before = self.model.config._attn_implementation
+        AttentionInterface.register(NAME, self._attend)
+        AttentionMaskInterface.register(NAME, lambda **kwargs: None)
+        self.model.config._attn_implementation = NAME
+        try:
+            with torch.no_grad():
+                return self.model(ids, use_cache=True, **cache_argument(self.cache)).logits
+        finally:
+            self.model.config._attn_implementation = before
+
+    def _attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **kwargs: Any):
+        (batch, heads, columns), rows = key.shape[:3], query.shape[2]
+        there = torch.zeros(batch, heads, columns + 1, dtype=torch.bool)
+        if self.shown:
+            shown = self.shown[module.layer_idx]
+            there.scatter_(2, shown.masked_fill(shown < 0, columns), True)
+        there = there[..., :columns]
+        there[..., columns - rows :] = True
+        query, key, _ = self.spun.rolled(query, key, there)
+        causal = torch.arange(columns) <= torch.arange(columns - rows, columns)[:, None]
+        group = query.shape[1] // heads
+        allowed = (there[:, :, None] & causal).repeat_interleave(group, 1)
+        logits = query @ key.repeat_interleave(group, 1).mT * scaling
+        probs = logits.masked_fill(~allowed, -torch.inf).softmax(-1)
+        return (probs @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous(), probs
+
+
 class Reference:
     """Runs a model under a rule. Call it like the model; read `kept(layer)` as sets of positions."""
 
     def __init__(
-        self, model: Any, policy: str | dict[str, Any], budget: int | list[Any], alpha: Fraction | None = None
+        self,
+        model: Any,
+        policy: str | dict[str, Any],
+        budget: int | list[Any],
+        alpha: Fraction | None = None,
+        rolled: bool = False,
     ) -> None:
         """`budget` is one for all layers, one for each, or a list for each with one for each row."""
         self.model, self.alpha = model, alpha
+        self.spun = Spun(model) if rolled else None
         self.shares: dict[tuple[int, int, int], int] = {}
         layers = model.config.num_hidden_layers
         self.budgets = budget if isinstance(budget, list) else [budget] * layers
@@ -765,7 +848,14 @@ class Reference:
                     for j in range(columns):
                         real, new = bool(self.real[row, j]), j >= first
                         allowed[row, head, i, j] = real and j <= first + i and (new or int(position[row, j]) in held)
-        logits = query @ key.repeat_interleave(group, 1).transpose(-1, -2) * scaling
+        met = key
+        if self.spun is not None:
+            there = allowed[:, :, -1].clone()  # the last query sees all that are there, unless it is padding
+            there[..., first:] = self.real[:, None, first:]
+            for (_, row, head), held in ((at, held) for at, held in self.held.items() if at[0] == layer):
+                there[row, head, :first] = torch.isin(position[row, :first], torch.tensor(held, dtype=torch.int64))
+            query, met, key = self.spun.rolled(query, key, there)
+        logits = query @ met.repeat_interleave(group, 1).transpose(-1, -2) * scaling
         logits = logits.masked_fill(~allowed.repeat_interleave(group, 1), torch.finfo(query.dtype).min)
         probs = logits.softmax(-1)
         output = (probs @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous()

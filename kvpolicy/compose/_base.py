@@ -47,6 +47,10 @@ class Composite(EvictionPolicy):
         return any(part.bounded for _, part in self.children())
 
     @property
+    def rolled(self) -> bool:
+        return any(part.rolled for _, part in self.children())
+
+    @property
     def needs(self) -> frozenset[Need]:  # type: ignore[override]
         return frozenset(need for _, part in self.children() for need in part.needs)
 

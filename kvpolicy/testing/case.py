@@ -101,10 +101,16 @@ class Case:
         most = [self.most(budget, layer, decoding=False) for layer in range(models.LAYERS)]
         return int(max(filter(isfinite, most), default=budget)) + 14
 
-    def cache(self, model: Any, budget: int | None = None, policy: EvictionPolicy | None = None) -> EvictionCache:
+    def cache(
+        self,
+        model: Any,
+        budget: int | None = None,
+        policy: EvictionPolicy | None = None,
+        positions: str | None = None,
+    ) -> EvictionCache:
         """A cache for `model` with the policy, or with `policy` in its place."""
         limit = (self.budget if budget is None else budget) if self.policy.bounded else None
-        return EvictionCache(model, policy or self.policy, limit, prefix=0)
+        return EvictionCache(model, policy or self.policy, limit, prefix=0, positions=positions)
 
     def tried(self, what: str, budget: int | None = None) -> str:
         """The policy, the budget and `what` was done with them, for a message."""

@@ -199,7 +199,8 @@ def keys(case: Case) -> None:
     with torch.no_grad():
         models.feed(model, full, tokens)
     spy = _Keys(case, full.layers[0].keys)
-    Run(model, case.cache(model, policy=Watched.by(spy, case.policy)), tokens, prompt_and_steps(case.prompt())).all()
+    cache = case.cache(model, policy=Watched.by(spy, case.policy), positions="original")
+    Run(model, cache, tokens, prompt_and_steps(case.prompt())).all()
 
 
 class _Keys(Spy):
@@ -713,8 +714,11 @@ def reference(case: Case) -> None:
 
 
 def _against_rule(case: Case, model: Any, tokens: Tensor, calls: list[int], mask: Tensor | None = None) -> None:
-    """Run the policy; feed each head's rule with the rows of the debugging attention, and compare each decision."""
-    run = Run(model, case.cache(model), tokens, calls, mask)
+    """Run the policy; feed each head's rule with the rows of the debugging attention, and compare each decision.
+
+    Positions are original, whatever the policy says.
+    """
+    run = Run(model, case.cache(model, positions="original"), tokens, calls, mask)
     full = Masked(model)
     rules: dict[tuple[int, int, int], Rule] = {}
     before: list[Held] = []

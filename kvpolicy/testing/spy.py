@@ -54,6 +54,10 @@ class Watched(EvictionPolicy):
         return self.of.selective
 
     @property
+    def rolled(self) -> bool:
+        return self.of.rolled
+
+    @property
     def observes(self) -> bool:
         return self.of.observes
 
