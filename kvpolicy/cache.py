@@ -25,7 +25,7 @@ from kvpolicy.attention.rows import AttentionRows
 from kvpolicy.budget import Budget, LayerBudget, layer_budgets
 from kvpolicy.errors import BudgetError, ConfigError, NotAttachedError
 from kvpolicy.observer import Observer, installed
-from kvpolicy.policy import EvictionPolicy, SlotField, View, as_if_alone
+from kvpolicy.policy import EvictionPolicy, HeadField, SlotField, View, as_if_alone
 from kvpolicy.rotation import UNKNOWN, Angles, Turn, turns_of
 from kvpolicy.select import lowest, survivors
 
@@ -94,8 +94,8 @@ class EvictionCache(Cache):
         turns = turns_of(model, attachment.adapter, [policy for policy, _ in shares], positions)
         kind = RaggedPool if self.budget is not None and self.budget.heads is not None else SlotPool
         pools = [
-            kind(policy, budget, index, first, observers, turn)
-            for index, ((policy, budget), turn) in enumerate(zip(shares, turns, strict=True))
+            kind(policy, budget, index, first, observers, turn, getattr(config, "num_attention_heads", None))
+            for index, ((policy, budget), turn, config) in enumerate(zip(shares, turns, self._configs, strict=True))
         ]
         if self.budget is not None and self.budget.measured is not None:
             Cascade.over(pools, self.budget.measured)
@@ -133,8 +133,13 @@ class EvictionCache(Cache):
         """The policy's slot fields in the order of :meth:`positions`, each ``[batch, kv_heads, kept, *shape]``."""
         return self._pool(layer).kept_fields()
 
+    def head_state(self, layer: int) -> dict[str, Tensor]:
+        """The policy's head fields, each ``[batch, kv_heads, *shape]``."""
+        pool = self._pool(layer)
+        return {name: state.clone() for name, state in pool.heads.items()}
+
     def nbytes(self) -> int:
-        """Bytes allocated for keys, values, positions and slot fields, over all layers."""
+        """Bytes allocated for keys, values, positions and the policy's fields, over all layers."""
         return sum(pool.nbytes() for pool in self.layers)
 
     def _pool(self, layer: int) -> SlotPool:
@@ -182,6 +187,7 @@ class SlotPool(CacheLayerMixin):
         prefix: Tensor,
         observers: Sequence[Observer] = (),
         turn: Turn = UNKNOWN,
+        query_heads: int | None = None,
     ) -> None:
         super().__init__()
         self.policy = policy
@@ -192,8 +198,10 @@ class SlotPool(CacheLayerMixin):
         self.observers = observers
         self.turn = turn
         """How the layer rotates, where that matters to the policy or to positions."""
+        self._query_heads = query_heads
         self._prefix = prefix
         self._declared = policy.slot_fields()
+        self._of_heads = policy.head_fields()
         self._observes = policy.observes
         self._bounded = policy.bounded
         self._rooms = policy.room(decoding=False), policy.room(decoding=True)
@@ -230,6 +238,8 @@ class SlotPool(CacheLayerMixin):
         """Cos and sin of the call under way, where they matter."""
         self._asked: Any = None
         """Queries of the call under way, as the model rotated them."""
+        self.heads: dict[str, Tensor] = {}
+        """The policy's head fields, ``[batch, kv_heads, *shape]``."""
         self._columns: int | None = 0
 
     # -- transformers' interface ---------------------------------------------------------------------------
@@ -239,9 +249,14 @@ class SlotPool(CacheLayerMixin):
         self.score_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         batch, heads = key_states.shape[:2]
         self._positions = key_states.new_empty((batch, heads, 0), dtype=torch.int32)
+        sizes = self._sizes(key_states, value_states)
         self._fields = {
-            name: key_states.new_empty((batch, heads, 0, *field.shape), dtype=self._dtype_of(field))
+            name: key_states.new_empty((batch, heads, 0, *field.sized(sizes)), dtype=self._dtype_of(field))
             for name, field in self._declared.items()
+        }
+        self.heads = {
+            name: key_states.new_full((batch, heads, *of.sized(sizes)), of.fill, dtype=self._dtype_of(of))
+            for name, of in self._of_heads.items()
         }
         self.seen = key_states.new_zeros((batch, 1, 1), dtype=torch.int32)
         self._columns_tensor = key_states.new_zeros((), dtype=torch.int64)
@@ -256,7 +271,18 @@ class SlotPool(CacheLayerMixin):
             raise ConfigError(f"prefix has {given.numel()} numbers and the batch {batch} rows: give one for each row")
         return given.to(self.device).view(-1, 1, 1)
 
-    def _dtype_of(self, field: SlotField) -> torch.dtype:
+    def _sizes(self, keys: Tensor, values: Tensor) -> dict[str, int]:
+        """What fields may be shaped by."""
+        found = {"head_dim": keys.shape[-1], "value_dim": values.shape[-1]}
+        if self._query_heads is not None:
+            found["group"] = self._query_heads // keys.shape[1]
+        elif "group" in {size for of in (*self._declared.values(), *self._of_heads.values()) for size in of.shape}:
+            raise ConfigError(
+                f"{self.policy.kind} keeps state for each query head, and the model's config has no num_attention_heads"
+            )
+        return found
+
+    def _dtype_of(self, field: SlotField | HeadField) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, field.dtype)
         return self.score_dtype if dtype == torch.float32 else dtype
 
@@ -305,8 +331,9 @@ class SlotPool(CacheLayerMixin):
         """Slot fields of the newcomers are as new."""
         assert self.free is not None
         for name, field in self._declared.items():
-            index = self.free.view(*self.free.shape, *(1 for _ in field.shape)).expand(*self.free.shape, *field.shape)
-            self._fields[name].scatter_(2, index, field.fill)
+            state = self._fields[name]
+            index = self.free.view(*self.free.shape, *(1 for _ in field.shape))
+            state.scatter_(2, index.expand(*self.free.shape, *state.shape[3:]), field.fill)
 
     def _fill(self, keys: Tensor, values: Tensor) -> None:
         if self.used == self.keys.shape[2]:
@@ -359,6 +386,7 @@ class SlotPool(CacheLayerMixin):
         self.keys, self.values = change(self.keys), change(self.values)
         self._positions, self.seen = change(self._positions), change(self.seen)
         self._fields = {name: change(state) for name, state in self._fields.items()}
+        self.heads = {name: change(state) for name, state in self.heads.items()}
         self.free = None if self.free is None else change(self.free)
         self.limits = None if self.limits is None else change(self.limits)
         self.average = change(self.average) if isinstance(self.average, Tensor) else self.average
@@ -505,7 +533,7 @@ class SlotPool(CacheLayerMixin):
         self.holes = self.holes or self.limits is not None
 
     def observe(self, rows: AttentionRows | None, part: Part | None = None) -> None:
-        """Let the policy update its slot fields from a block of rows, of all slots or of some `part`."""
+        """Let the policy update its fields from a block of rows, of all slots or of some `part`."""
         if not (self._observes or self.observers or self.measured):
             return
         view = self.view(rows, part)
@@ -537,6 +565,7 @@ class SlotPool(CacheLayerMixin):
             decoding=self.decoding,
             prefix=self._of(part, self.prefix),
             turn=self.turn,
+            heads=self.heads if part is None else {name: state[part[:2]] for name, state in self.heads.items()},
         )
 
     def _budget(self, part: Part | None) -> int | Tensor:
@@ -687,6 +716,7 @@ class SlotPool(CacheLayerMixin):
         held = [self.keys, self.values, self._positions, self.seen, *self._fields.values(), self.free, self.limits]
         if isinstance(self.average, Tensor) and self.average is not self.limits:
             held.append(self.average)
+        held += self.heads.values()
         return sum(int(state.untyped_storage().nbytes()) for state in held if state is not None)
 
 

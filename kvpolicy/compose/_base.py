@@ -10,7 +10,7 @@ from pydantic import AfterValidator
 from torch import Tensor
 
 from kvpolicy.errors import BudgetError
-from kvpolicy.policy import EvictionPolicy, Need, Policy, SlotField, View, as_if_alone
+from kvpolicy.policy import EvictionPolicy, HeadField, Need, Policy, SlotField, View, as_if_alone
 
 
 class Composite(EvictionPolicy):
@@ -56,6 +56,9 @@ class Composite(EvictionPolicy):
 
     def slot_fields(self) -> dict[str, SlotField]:
         return {f"{name}.{key}": field for name, part in self.children() for key, field in part.slot_fields().items()}
+
+    def head_fields(self) -> dict[str, HeadField]:
+        return {f"{name}.{key}": field for name, part in self.children() for key, field in part.head_fields().items()}
 
     @cached_property
     def observes(self) -> bool:

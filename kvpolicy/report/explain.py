@@ -187,6 +187,9 @@ def _bytes(found: Explanation) -> Iterator[tuple[str, str]]:
     )
     fields = ", ".join(f"{name} {found.shape.bytes_of_field(field)}" for name, field in found.fields.items())
     yield "slot fields", f"{size(taken.slot_fields)} (bytes of a slot: {fields})" if fields else "none"
+    if found.head_fields:
+        fields = ", ".join(f"{name} {found.shape.bytes_of_field(of)}" for name, of in found.head_fields.items())
+        yield "head fields", f"{size(taken.head_fields)} (bytes of a head: {fields})"
     yield "positions", f"{size(taken.bookkeeping)}"
     pages = (
         ", and up to 15 slots a head more, since heads have pages of 16" if found.budget and found.budget.heads else ""
