@@ -220,15 +220,15 @@ class View:
             raise RuntimeError("view.rotation was not asked for: add Need.ROTATION to the policy's `needs`")
         return self._turn.rotation
 
-    def rotated_keys(self) -> Tensor:
-        """The keys as the model rotated them, for where their tokens stand in the text. Needs ``Need.ROTATION``.
+    def rotated(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Some :attr:`keys`, of tokens at `positions`, as the model rotated them. Needs ``Need.ROTATION``.
 
-        They are :attr:`keys`, but where positions are rolled; there they are rotated anew at each call of this.
+        They are what they are, unless positions are rolled; then they are rotated anew.
         """
         rotation = self.rotation
         if rotation is None or self._turn is None or not self._turn.rolls:
-            return self.keys
-        return rotation.turned(self.keys, rotation.at(self.positions.clamp(min=0), self.keys.dtype))
+            return keys
+        return rotation.turned(keys, rotation.at(positions.clamp(min=0), keys.dtype))
 
     def part(self, name: str, budget: Any = None, candidates: Tensor | None = None) -> View:
         """The view for the part `name` of a composition: its own slot fields, its budget, what it may choose from."""

@@ -51,6 +51,12 @@ class Rule:
         Comes before `observe` of the same query.
         """
 
+    def ask(self, vectors: Tensor, scaling: float, spun: Spun | None) -> None:
+        """A query of each query head of this KV head, before it is rotated, ``[group, head_dim]``.
+
+        `spun` rotates; it is ``None`` where the model does not.
+        """
+
     def observe(self, query: int, probs: dict[int, float]) -> None:
         """The probabilities query `query` gave to each key it could see, averaged over the query group."""
 
@@ -464,6 +470,62 @@ class AhaKVRule(KeysRule, VotesRule):
         return (self.votes[position] * float(self.values[position].norm()),)
 
 
+class ExpectedAttentionRule(KeysRule):
+    """Rotations are averaged as matrices; everything else as the formulas read."""
+
+    defaults = {"sinks": 4, "future": 512, "epsilon": 0.0, "covariance": True, "values": True, "every": 32}
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.asked: list[Tensor] = []
+        self.expected: dict[int, list[float]] = {}
+        self.scored: dict[int, int] = defaultdict(lambda: -1)
+
+    def ask(self, vectors: Tensor, scaling: float, spun: Spun | None) -> None:
+        self.asked.append(vectors * scaling)
+        self.spun = spun
+
+    def finish(self, rows: list[dict[int, float]], seen: int, decoding: bool) -> None:
+        if not rows:
+            return
+        held = sorted(rows[-1], key=lambda p: (self.scored[p], p))
+        some = held[: math.ceil(len(held) / self.options["every"])] if decoding else held
+        queries = torch.stack(self.asked[4:] or [torch.zeros_like(self.asked[0])])  # [queries, group, head_dim]
+        turn = torch.eye(queries.shape[-1], dtype=queries.dtype)
+        if self.spun is not None:
+            ahead = torch.arange(seen, seen + self.options["future"])
+            turn = torch.stack([self.spun.at(row.expand(len(ahead), -1), ahead).mean(0) for row in turn], -1)
+        for p in some:
+            self.scored[p], self.expected[p] = seen, []
+            for of in queries.unbind(1):
+                mean = turn @ of.mean(0)
+                spread = turn @ ((of - of.mean(0)).T @ (of - of.mean(0)) / len(of)) @ turn.T
+                square = self.keys[p] @ spread @ self.keys[p] / 2 if self.options["covariance"] else 0.0
+                self.expected[p].append(float(mean @ self.keys[p] + square))
+
+    def rank(self, held: list[int], seen: int, budget: int, decoding: bool) -> list[int]:
+        among = [p for p in held if p >= self.options["sinks"]]
+        group = len(self.expected[held[0]])
+        heads = [softmax({p: self.expected[p][head] for p in among}) for head in range(group)]
+        most = [max(self.expected[p][head] for p in among) for head in range(group)] if among else []
+        self.attention = mean_of(heads) if among else {}
+        self.order = {
+            p: [x - m - math.log(sum(math.exp(self.expected[q][h] - m) for q in among)) for h, (x, m) in found]
+            for p in among
+            for found in [list(enumerate(zip(self.expected[p], most, strict=True)))]
+        }
+        return super().rank(held, seen, budget, decoding)
+
+    def worth(self, position: int, seen: int) -> tuple:
+        length = float(self.values[position].norm()) if self.options["values"] else 1.0
+        epsilon = self.options["epsilon"] if self.options["values"] else 0.0
+        if position not in self.attention:
+            return (epsilon * length, -math.inf)
+        logs = self.order[position]
+        log = max(logs) + math.log(sum(math.exp(x - max(logs)) for x in logs)) + math.log(length)
+        return (self.attention[position] + epsilon) * length, log
+
+
 class SnapKVRule(Rule):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -512,6 +574,10 @@ class CompositeRule(Rule):
     def heads(self, query: int, probs: list[dict[int, float]], logits: list[dict[int, float]], mine: slice) -> None:
         for part in self.parts:
             part.heads(query, probs, logits, mine)
+
+    def ask(self, vectors: Tensor, scaling: float, spun: Spun | None) -> None:
+        for part in self.parts:
+            part.ask(vectors, scaling, spun)
 
     def observe(self, query: int, probs: dict[int, float]) -> None:
         for part in self.parts:
@@ -672,6 +738,7 @@ MORE: dict[str, type[Rule]] = {
     "a2sf": A2SFRule,
     "ahakv": AhaKVRule,
     "cake": CAKERule,
+    "expected_attention": ExpectedAttentionRule,
     "keydiff": KeyDiffRule,
     "keyformer": KeyformerRule,
     "knorm": KnormRule,
@@ -799,7 +866,9 @@ class Reference:
     ) -> None:
         """`budget` is one for all layers, one for each, or a list for each with one for each row."""
         self.model, self.alpha = model, alpha
-        self.spun = Spun(model) if rolled else None
+        rotates = any(type(module).__name__.endswith("RotaryEmbedding") for module in model.modules())
+        self.spun = Spun(model) if rotates else None
+        self.rolled = rolled
         self.shares: dict[tuple[int, int, int], int] = {}
         layers = model.config.num_hidden_layers
         self.budgets = budget if isinstance(budget, list) else [budget] * layers
@@ -848,8 +917,10 @@ class Reference:
                     for j in range(columns):
                         real, new = bool(self.real[row, j]), j >= first
                         allowed[row, head, i, j] = real and j <= first + i and (new or int(position[row, j]) in held)
-        met = key
+        met, bare = key, query
         if self.spun is not None:
+            bare = self.spun.bare(query, torch.arange(first, columns))
+        if self.spun is not None and self.rolled:
             there = allowed[:, :, -1].clone()  # the last query sees all that are there, unless it is padding
             there[..., first:] = self.real[:, None, first:]
             for (_, row, head), held in ((at, held) for at, held in self.held.items() if at[0] == layer):
@@ -865,6 +936,9 @@ class Reference:
             for head in range(heads):
                 self._store(layer, row, head, position[row], key[row, head, first:], value[row, head, first:])
                 mine = slice(head * group, (head + 1) * group)
+                for i in range(rows):
+                    if self.real[row, first + i]:
+                        self.rules[layer, row, head].ask(bare[row, mine, i], scaling, self.spun)
                 self._observe(layer, row, head, position[row], allowed[row, head], mean[row, head], first, each, mine)
             self._decide(layer, row, heads, int((position[row] >= 0).sum()), decoding=rows == 1 and first > 0)
         return output, probs

@@ -151,7 +151,7 @@ class Asked(EvictionPolicy):
         if view.layer == 0:
             self.queries.append(view.attention.queries(rotated=False))
             self.views.append(view)
-            self.keys.append((view.keys.clone(), view.rotated_keys().clone()))
+            self.keys.append((view.keys.clone(), view.rotated(view.keys, view.positions).clone()))
         return {}
 
     def priority(self, view: View) -> Tensor:
