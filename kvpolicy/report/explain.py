@@ -24,7 +24,6 @@ NEEDS = {
     "attention_sum": "column sums of attention",
     "attention_rows": "every row of attention",
     "logits": "every row before the softmax",
-    "queries": "the query vector of every row",
 }
 
 
@@ -48,6 +47,10 @@ def explanation_report(found: Explanation, title: str) -> Iterator[Any]:
 
 def need_text(need: Need) -> str:
     """What attention must hand out, and what that costs."""
+    if need == Need.QUERIES:
+        return "the queries: a prompt is attended in blocks, unless nothing else is needed"
+    if need == Need.ROTATION:
+        return "how the model rotates queries and keys, which costs nothing"
     if need.rows is None:
         return f"{NEEDS.get(need.name, need.name)}: a prompt is attended in blocks, not fused"
     rows = "row" if need.rows == 1 else f"{need.rows:,} rows"
