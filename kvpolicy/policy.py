@@ -81,6 +81,7 @@ class _Field:
     dtype: str = "float32"
     shape: tuple[Size, ...] = ()
     name: str = field(default="", compare=False)
+    noun: ClassVar[str] = "field"
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -98,6 +99,8 @@ class SlotField(_Field):
     offloading and saving.
     """
 
+    noun: ClassVar[str] = "slot field"
+
 
 @dataclass
 class HeadField(_Field):
@@ -105,6 +108,8 @@ class HeadField(_Field):
 
     The cache allocates it, fills it at the start, and moves it with its row. Declared and read like a slot field.
     """
+
+    noun: ClassVar[str] = "head field"
 
 
 def _fields_of(policy: type, kind: type[_F]) -> dict[str, _F]:

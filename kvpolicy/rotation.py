@@ -55,15 +55,19 @@ class Layout:
     def turned(self, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """`vectors` ``[..., head_dim]`` with pairs turned by `cos`, `sin` ``[..., pairs]``; the rest as it is."""
         pairs = cos.shape[-1]
-        wide = _wide(vectors)
-        turning, rest = wide[..., : 2 * pairs], wide[..., 2 * pairs :]
+        shape = torch.broadcast_shapes(vectors.shape[:-1], cos.shape[:-1])
+        before = _wide(vectors).expand(*shape, vectors.shape[-1])
+        after = before.clone()  # worked on in place, which is many times faster than putting parts together
+        one, two = self._split(before, pairs)
+        for part, other, sign in zip(self._split(after, pairs), (two, one), (-1, 1), strict=True):
+            part.mul_(cos).addcmul_(other, sin, value=sign)
+        return after.to(vectors.dtype)
+
+    def _split(self, vectors: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
+        """The first of each pair, and the second."""
         if self.halves:
-            one, two = turning[..., :pairs], turning[..., pairs:]
-            found = [one * cos - two * sin, two * cos + one * sin]
-        else:
-            one, two = turning[..., ::2], turning[..., 1::2]
-            found = [torch.stack((one * cos - two * sin, two * cos + one * sin), -1).flatten(-2)]
-        return torch.cat([*found, rest], -1).to(vectors.dtype)
+            return vectors[..., :pairs], vectors[..., pairs : 2 * pairs]
+        return vectors[..., : 2 * pairs : 2], vectors[..., 1 : 2 * pairs : 2]
 
     @classmethod
     def of(cls, function: Callable[..., Any], angles: Any, head_dim: int) -> Layout | None:
@@ -99,7 +103,7 @@ class Rotation:
         self.layout = layout
         self.layer_type = layer_type
         """Which of its angles, where it has several kinds."""
-        self._table: Angles | None = None
+        self._table: Tensor | None = None
         self._of: torch.dtype | None = None
 
     def at(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Angles:
@@ -119,14 +123,16 @@ class Rotation:
         square = cos.square() + sin.square()
         return self.layout.turned(vectors, cos / square, -sin / square)
 
-    def first(self, places: int, like: Tensor) -> Angles:
-        """Cos and sin at positions 0, 1, ... for so many `places` at least, for vectors `like` these."""
+    def first(self, most: int, places: Tensor, like: Tensor) -> Angles:
+        """Cos and sin at `places`, all below `most`, ``[*places.shape, pairs]``, for vectors `like` these."""
         table = self._table
-        if table is None or table[0].shape[0] < places or table[0].device != like.device or self._of != like.dtype:
-            size = 1 << (places - 1).bit_length()
-            self._table = table = self.at(torch.arange(size, device=like.device), like.dtype)
-            self._of = like.dtype
-        return table
+        if table is None or table.shape[0] < most or table.device != like.device or self._of != like.dtype:
+            size = 1 << (most - 1).bit_length()
+            table = torch.cat(self.at(torch.arange(size, device=like.device), like.dtype), -1)
+            self._table, self._of = table, like.dtype
+        found = table.index_select(0, places.flatten()).view(*places.shape, -1)
+        cos, sin = found.chunk(2, -1)
+        return cos, sin
 
 
 @dataclass(frozen=True)
@@ -163,9 +169,7 @@ class Turn:
         """Held `keys` ``[batch, kv_heads, slots, head_dim]`` of tokens at `positions` as queries meet them."""
         if not (self.rolled and self.rotation):
             return keys
-        cos, sin = self.rotation.first(positions.shape[-1], keys)
-        at = places(positions)
-        return self.rotation.turned(keys, (cos[at], sin[at]))
+        return self.rotation.turned(keys, self.rotation.first(positions.shape[-1], places(positions), keys))
 
     def asking(self, query: Tensor, angles: Angles | None, positions: Tensor) -> Tensor:
         """A `query` for each new token, ``[batch, kv_heads, group, tokens, head_dim]``, as it meets those keys."""
@@ -176,8 +180,8 @@ class Turn:
             at = (positions >= 0).sum(-1, keepdim=True).clamp(min=1) - 1
         else:
             at = places(positions)[..., -tokens:]
-        cos, sin = self.rotation.first(positions.shape[-1], query)
-        return self.rotation.turned(self.bare(query, angles), _unsqueezed((cos[at], sin[at]), 2))
+        there = self.rotation.first(positions.shape[-1], at, query)
+        return self.rotation.turned(self.bare(query, angles), _unsqueezed(there, 2))
 
     def bare(
         self, query: Tensor, angles: Angles | None, batch: slice = slice(None), rows: slice = slice(None)

@@ -534,7 +534,7 @@ def fields(case: Case) -> None:
     for name, field in _declared(case.policy).items():
         if getattr(torch, field.dtype) in (torch.float16, torch.bfloat16):
             raise Violation(
-                case.tried(f"the field {name!r}"),
+                case.tried(f"the {field.noun} {name!r}"),
                 'dtype="float32" or "float64": sums of many small numbers stall in lower precision',
                 f'dtype="{field.dtype}"',
             )
@@ -641,7 +641,7 @@ class _Devices(Spy):
             found = policy.observe(view)
         for name, state in found.items():
             if maker := made_by(state):
-                self._say(maker, f"the field {name!r}")
+                self._say(maker, f"the {_declared(policy)[name].noun} {name!r}")
         return found
 
     def ranking(self, policy: EvictionPolicy, view: View) -> tuple[Tensor, ...]:
