@@ -67,7 +67,14 @@ class Wants:
 
     def __or__(self, other: Wants) -> Wants:
         """What both want."""
-        return Wants(self.total or other.total, self.blocks or other.blocks, max(self.window, other.window))
+        queries = self.queries or other.queries
+        alone = queries and self.nothing and other.nothing
+        return Wants(
+            total=self.total or other.total,
+            blocks=self.blocks or other.blocks or (queries and not alone),
+            window=max(self.window, other.window),
+            queries=alone,
+        )
 
     @property
     def nothing(self) -> bool:
