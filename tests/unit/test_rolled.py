@@ -141,6 +141,8 @@ MIXED = {"kind": "layers", "at": {"0": "streaming_llm"}, "default": {"kind": "ev
         ("h2o", HEADS),
         ({"kind": "every", "tokens": 7, "of": "h2o"}, HEADS),
         ("h2o", {"tokens": 10, "layers": {"kind": "pyramid", "beta": 3}}),
+        ("h2o", {"tokens": 10, "layers": {"kind": "cake", "window": 4}}),
+        ({"kind": "expected_attention", "every": 5}, {"tokens": 10, "layers": {"kind": "cake", "window": 4}}),
         (MIXED, 9),
         ("h2o", {"share": 0.4, "of": "seen"}),
         ({"kind": "phases", "prefill": "h2o", "decode": "full"}, 9),
