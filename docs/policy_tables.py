@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import entry_points
-from math import isinf
+from math import isinf, prod
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -149,9 +149,14 @@ class Facts:
         return self._with_inside(["one row"] * (not self.policy.wants.nothing), "nothing")
 
     def nbytes(self) -> str:
+        one, two = (self._bytes(group) for group in (1, 2))  # query heads of a KV head
+        found = str(one) if one == two else f"{2 * one - two} + {two - one} * group"
+        return self._with_inside([found] * bool(one), "0")
+
+    def _bytes(self, group: int) -> int:
+        sizes = {"group": group, "head_dim": 1, "value_dim": 1}
         fields = self.policy.slot_fields().values()
-        found = sum(getattr(torch, its.dtype).itemsize * torch.Size(its.shape).numel() for its in fields)
-        return self._with_inside([str(found)] * bool(found), "0")
+        return sum(getattr(torch, its.dtype).itemsize * prod(its.sized(sizes)) for its in fields)
 
     def _with_inside(self, found: Sequence[str], nothing: str) -> str:
         return ", ".join(["as inside"] * self.wraps + list(found)) or nothing

@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 # Names are imported when first used: `import kvpolicy` and `kvpolicy --help` must not wait for torch.
 _HOME = {
     "EvictionPolicy": "kvpolicy.policy",
+    "HeadField": "kvpolicy.policy",
     "SlotField": "kvpolicy.policy",
     "Need": "kvpolicy.policy",
     "Share": "kvpolicy.policy",
@@ -36,11 +37,12 @@ if TYPE_CHECKING:
     from kvpolicy.errors import KVPolicyError
     from kvpolicy.hooks import hookimpl
     from kvpolicy.plugins import policies
-    from kvpolicy.policy import EvictionPolicy, Need, Share, SlotField, View
+    from kvpolicy.policy import EvictionPolicy, HeadField, Need, Share, SlotField, View
 
 __all__ = [
     "EvictionCache",
     "EvictionPolicy",
+    "HeadField",
     "KVPolicyError",
     "ModelAdapter",
     "Need",

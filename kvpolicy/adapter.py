@@ -20,7 +20,8 @@ from torch import nn
 from kvpolicy.attention import interface
 from kvpolicy.cache import EvictionCache
 from kvpolicy.errors import ConfigError, NotAttachedError, UnsupportedModelError
-from kvpolicy.source import handed
+from kvpolicy.rotation import Rotation, rotation_of
+from kvpolicy.source import handed, turned
 
 OLDEST = (5, 17)
 POSITIONS = ("original", "rolled")
@@ -86,6 +87,38 @@ class ModelAdapter:
             raise ConfigError(f"positions={positions!r} is not one of {', '.join(POSITIONS)}")
         if positions not in self.positions:
             raise ConfigError(f"positions={positions!r} is not available for {self.name} models; use 'original'")
+
+    def rotations(self, model: nn.Module) -> list[Rotation | None]:
+        """How each layer rotates its queries and keys; ``None`` for one that rotates nothing.
+
+        Raises:
+            UnsupportedModelError: it cannot be told, or not undone.
+        """
+        config = text_config(model)
+        known: dict[Any, Rotation | str] = {}
+        found: list[Rotation | None] = []
+        for index, module in enumerate(self.attention_modules(model)):
+            how = turned(type(module).forward)
+            if not how.known:
+                raise UnsupportedModelError(
+                    f"the source of {type(module).__name__} does not show how it rotates queries and keys"
+                )
+            if not how.by(module):
+                found.append(None)
+                continue
+            function = getattr(sys.modules[type(module).__module__], how.function or "")
+            of = function, (getattr(config, "layer_types", None) or {index: None})[index]
+            if of not in known:
+                known[of] = rotation_of(model, config, function, index, _head_dim(module, config))
+            if isinstance(rotation := known[of], str):
+                raise UnsupportedModelError(rotation)
+            found.append(rotation)
+        return found
+
+
+def _head_dim(module: nn.Module, config: Any) -> int:
+    given = getattr(module, "head_dim", None) or getattr(config, "head_dim", None)
+    return int(given or config.hidden_size // config.num_attention_heads)
 
 
 def text_config(model: nn.Module) -> Any:
@@ -249,5 +282,6 @@ def _hand_over(
                     f"the attention implementation was set to {implementation!r} after attaching; "
                     "call kvpolicy.attach(model) again"
                 )
-            return args, {**kwargs, **more, "kvpolicy_pool": value.expect(index, _config(module))}
+            pool = value.expect(index, _config(module), kwargs.get("position_embeddings"))
+            return args, {**kwargs, **more, "kvpolicy_pool": pool}
     return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,8 @@ from kvpolicy.attention.rows import AttentionRows
 from kvpolicy.budget import Budget, LayerBudget, layer_budgets
 from kvpolicy.errors import BudgetError, ConfigError, NotAttachedError
 from kvpolicy.observer import Observer, installed
-from kvpolicy.policy import EvictionPolicy, SlotField, View, as_if_alone
+from kvpolicy.policy import EvictionPolicy, HeadField, SlotField, View, as_if_alone
+from kvpolicy.rotation import UNKNOWN, Angles, Turn, turns_of
 from kvpolicy.select import lowest, survivors
 
 if TYPE_CHECKING:
@@ -47,7 +49,9 @@ class EvictionCache(Cache):
         policy: a policy object, a kind (``"h2o"``), a mapping (``{"kind": "h2o", "recent": 0.25}``) or a file.
         budget: tokens (``512``) or a share of the prompt (``0.25``). May be left out where a file gives it, and
             with policies that evict nothing.
-        positions: ``"original"``: keys stay rotated where they were, queries use the tokens seen.
+        positions: ``"original"``: keys stay rotated where they were, queries use the tokens seen. ``"rolled"``:
+            what is held is numbered anew, 0, 1, ... in each head, as in StreamingLLM's paper; for models that rotate.
+            By default what the policy says (:attr:`~kvpolicy.EvictionPolicy.rolled`), which is original for most.
         prompt_length: the length a share refers to, where a prompt comes in chunks. By default it is the number
             of tokens of the first call, padding not counted, each row for itself.
         prefix: how many first tokens always stay, a system prompt say: a number, or one for each row. A policy with
@@ -64,7 +68,7 @@ class EvictionCache(Cache):
         policy: EvictionPolicy | str | PathLike[str] | Mapping[str, Any],
         budget: int | float | str | Budget | None = None,
         *,
-        positions: str = "original",
+        positions: str | None = None,
         prompt_length: int | None = None,
         prefix: int | Sequence[int] | Tensor | None = None,
         observers: Sequence[Observer] = (),
@@ -83,20 +87,25 @@ class EvictionCache(Cache):
             )
         prompt = None if prompt_length is None else _positive(prompt_length, "prompt_length")
         attachment = attach(model)
-        attachment.adapter.check_positions(positions)
         self._configs = attachment.configs  # of the model it is for; the model itself is not held
         observers = (*installed(), *observers)
         shares = layer_budgets(self.policy, self.budget, len(self._configs), int(first.max()), prompt)
+        turns = turns_of(model, attachment.adapter, [policy for policy, _ in shares], positions)
         pools = [
-            _kind_of_pool(policy, budget)(policy, budget, index, first, observers)
-            for index, (policy, budget) in enumerate(shares)
+            _kind_of_pool(policy, budget)(
+                policy, budget, index, first, observers, turn, getattr(config, "num_attention_heads", None)
+            )
+            for index, ((policy, budget), turn, config) in enumerate(zip(shares, turns, self._configs, strict=True))
         ]
         if self.budget is not None and self.budget.measured is not None:
             Cascade.over(pools, self.budget.measured)
         super().__init__(layers=pools)
 
-    def expect(self, index: int, config: Any) -> SlotPool:
-        """Announce a call of the attention of layer `index` of the model with `config`; the pool it will use."""
+    def expect(self, index: int, config: Any, angles: Any = None) -> SlotPool:
+        """Announce a call of the attention of layer `index` of the model with `config`; the pool it will use.
+
+        `angles` are the cos and sin that the model hands to the layer, ``[batch or 1, tokens, columns]`` each.
+        """
         if index >= len(self.layers) or config is not self._configs[index]:
             raise ConfigError(
                 "this EvictionCache was made for another model; make one for this: EvictionCache(model, ...)"
@@ -104,7 +113,7 @@ class EvictionCache(Cache):
         pool: SlotPool = self.layers[index]
         self.layers[index - 1].check_finished()
         pool.check_finished()
-        pool.expected = True
+        pool.announce(angles)
         return pool
 
     # -- what users ask ------------------------------------------------------------------------------------
@@ -124,8 +133,13 @@ class EvictionCache(Cache):
         """The policy's slot fields in the order of :meth:`positions`, each ``[batch, kv_heads, kept, *shape]``."""
         return self._pool(layer).kept_fields()
 
+    def head_state(self, layer: int) -> dict[str, Tensor]:
+        """The policy's head fields, each ``[batch, kv_heads, *shape]``."""
+        pool = self._pool(layer)
+        return {name: state.clone() for name, state in pool.heads.items()}
+
     def nbytes(self) -> int:
-        """Bytes allocated for keys, values, positions and slot fields, over all layers."""
+        """Bytes allocated for keys, values, positions and the policy's fields, over all layers."""
         return sum(pool.nbytes() for pool in self.layers)
 
     def _pool(self, layer: int) -> SlotPool:
@@ -169,7 +183,7 @@ class SlotPool(CacheLayerMixin):
     supports_early_init = False
 
     keys: Any
-    """``[batch, kv_heads, slots, head_dim]``; ``None`` before the first call."""
+    """``[batch, kv_heads, slots, head_dim]``; ``None`` before the first call. Not rotated if positions are rolled."""
     values: Any
     """``[batch, kv_heads, slots, value_dim]``."""
 
@@ -180,6 +194,8 @@ class SlotPool(CacheLayerMixin):
         index: int,
         prefix: Tensor,
         observers: Sequence[Observer] = (),
+        turn: Turn = UNKNOWN,
+        query_heads: int | None = None,
     ) -> None:
         super().__init__()
         self.policy = policy
@@ -188,8 +204,12 @@ class SlotPool(CacheLayerMixin):
         self.cascade: Cascade | None = None
         """What measures this layer and others to divide a budget over them."""
         self.observers = observers
+        self.turn = turn
+        """How the layer rotates, where that matters to the policy or to positions."""
+        self._query_heads = query_heads
         self._prefix = prefix
         self._declared = policy.slot_fields()
+        self._of_heads = policy.head_fields()
         self._observes = policy.observes
         self._bounded = policy.bounded
         self._rooms = policy.room(decoding=False), policy.room(decoding=True)
@@ -224,6 +244,12 @@ class SlotPool(CacheLayerMixin):
         """Whether the call under way, or the last one, is a decode step: one token more for a cache that holds some."""
         self.handed: torch.Size | None = None
         """Shape of the keys that the model was given in this call."""
+        self._angles: Angles | None = None
+        """Cos and sin of the call under way, where they matter."""
+        self._asked: Any = None
+        """Queries of the call under way, as the model rotated them."""
+        self.heads: dict[str, Tensor] = {}
+        """The policy's head fields, ``[batch, kv_heads, *shape]``."""
         self._columns: int | None = 0
 
     # -- transformers' interface ---------------------------------------------------------------------------
@@ -233,9 +259,14 @@ class SlotPool(CacheLayerMixin):
         self.score_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         batch, heads = key_states.shape[:2]
         self._positions = key_states.new_empty((batch, heads, 0), dtype=torch.int32)
+        sizes = self._sizes(key_states, value_states)
         self._fields = {
-            name: key_states.new_empty((batch, heads, 0, *field.shape), dtype=self._dtype_of(field))
+            name: key_states.new_empty((batch, heads, 0, *field.sized(sizes)), dtype=self._dtype_of(field))
             for name, field in self._declared.items()
+        }
+        self.heads = {
+            name: key_states.new_full((batch, heads, *of.sized(sizes)), of.fill, dtype=self._dtype_of(of))
+            for name, of in self._of_heads.items()
         }
         self.seen = key_states.new_zeros((batch, 1, 1), dtype=torch.int32)
         self._columns_tensor = key_states.new_zeros((), dtype=torch.int64)
@@ -250,7 +281,18 @@ class SlotPool(CacheLayerMixin):
             raise ConfigError(f"prefix has {given.numel()} numbers and the batch {batch} rows: give one for each row")
         return given.to(self.device).view(-1, 1, 1)
 
-    def _dtype_of(self, field: SlotField) -> torch.dtype:
+    def _sizes(self, keys: Tensor, values: Tensor) -> dict[str, int]:
+        """What fields may be shaped by."""
+        found = {"head_dim": keys.shape[-1], "value_dim": values.shape[-1]}
+        if self._query_heads is not None:
+            found["group"] = self._query_heads // keys.shape[1]
+        elif "group" in {size for of in (*self._declared.values(), *self._of_heads.values()) for size in of.shape}:
+            raise ConfigError(
+                f"{self.policy.kind} keeps state for each query head, and the model's config has no num_attention_heads"
+            )
+        return found
+
+    def _dtype_of(self, field: SlotField | HeadField) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, field.dtype)
         return self.score_dtype if dtype == torch.float32 else dtype
 
@@ -265,6 +307,7 @@ class SlotPool(CacheLayerMixin):
         key_states, value_states = key_states.detach(), value_states.detach()  # an inference cache keeps no graph
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        key_states = self.turn.held(key_states, self._angles)
         rows, tokens = key_states.shape[0], key_states.shape[2]
         if rows != self.seen.shape[0]:
             raise ConfigError(
@@ -302,8 +345,9 @@ class SlotPool(CacheLayerMixin):
         """Slot fields of the newcomers are as new."""
         assert self.free is not None
         for name, field in self._declared.items():
-            index = self.free.view(*self.free.shape, *(1 for _ in field.shape)).expand(*self.free.shape, *field.shape)
-            self._fields[name].scatter_(2, index, field.fill)
+            state = self._fields[name]
+            index = self.free.view(*self.free.shape, *(1 for _ in field.shape))
+            state.scatter_(2, index.expand(*self.free.shape, *state.shape[3:]), field.fill)
 
     def _fill(self, keys: Tensor, values: Tensor) -> None:
         if self.used == self.keys.shape[2]:
@@ -356,6 +400,7 @@ class SlotPool(CacheLayerMixin):
         self.keys, self.values = change(self.keys), change(self.values)
         self._positions, self.seen = change(self._positions), change(self.seen)
         self._fields = {name: change(state) for name, state in self._fields.items()}
+        self.heads = {name: change(state) for name, state in self.heads.items()}
         self.free = None if self.free is None else change(self.free)
         self.limits = None if self.limits is None else change(self.limits)
         self.average = change(self.average) if isinstance(self.average, Tensor) else self.average
@@ -382,16 +427,44 @@ class SlotPool(CacheLayerMixin):
     def active_positions(self) -> Tensor:
         return self._active(self._positions)
 
+    @property
+    def attended_keys(self) -> Tensor:
+        """What queries are multiplied with: the keys in use, rotated for their places where positions are rolled."""
+        return self.turn.attended(self.active_keys, self.active_positions)
+
+    def turned(self, query: Tensor) -> Tensor:
+        """`query` ``[batch, kv_heads, group, tokens, head_dim]`` as it meets :attr:`attended_keys`."""
+        self._asked = query
+        return self.turn.asking(query, self._angles, self.active_positions)
+
+    def unrotated(
+        self, batch: slice = slice(None), heads: slice = slice(None), rows: slice = slice(None)
+    ) -> Callable[[], Tensor] | None:
+        """What gives some queries of this call as they were before they were rotated, where that is known."""
+        if not self.turn.known:
+            return None
+        return partial(self.turn.bare, self._asked[batch, heads, :, rows], self._angles, batch, rows)
+
     def _active(self, state: Tensor) -> Tensor:
         return state if state.shape[2] == self.used else state[:, :, : self.used]
 
     def dot(self, query: Tensor) -> Tensor:
         """Products of `query` ``[batch, kv_heads, group, 1, head_dim]`` with all keys."""
-        return dot(query, self.active_keys)
+        return dot(query, self.attended_keys)
 
     def mix(self, probs: Tensor) -> Tensor:
         """The mean of all values by `probs` ``[batch, kv_heads, group, 1, slots]``."""
         return mix(probs, self.active_values)
+
+    def announce(self, angles: Any) -> None:
+        """A call is coming, whose queries and keys the model rotates by `angles`: cos and sin."""
+        self.expected = True
+        self._angles = self.turn.given(angles)
+
+    def _finish(self) -> None:
+        """The call is over, and what was known for its time is forgotten."""
+        self._angles = None
+        self._asked = None
 
     def check_finished(self) -> None:
         """Raise if the last call did not come to its end in our attention function."""
@@ -410,6 +483,7 @@ class SlotPool(CacheLayerMixin):
         self.place(mask)
         output = attend(self, query, scoring)
         self.evict(query.shape[2])
+        self._finish()
         return output
 
     def place(self, mask: Tensor | None) -> None:
@@ -473,7 +547,7 @@ class SlotPool(CacheLayerMixin):
         self.holes = self.holes or self.limits is not None
 
     def observe(self, rows: AttentionRows | None, part: Part | None = None) -> None:
-        """Let the policy update its slot fields from a block of rows, of all slots or of some `part`."""
+        """Let the policy update its fields from a block of rows, of all slots or of some `part`."""
         if not (self._observes or self.observers or self.measured):
             return
         view = self.view(rows, part)
@@ -504,6 +578,8 @@ class SlotPool(CacheLayerMixin):
             holes=self.holes,
             decoding=self.decoding,
             prefix=self._of(part, self.prefix),
+            turn=self.turn,
+            heads=self.heads if part is None else {name: state[part[:2]] for name, state in self.heads.items()},
         )
 
     def _budget(self, part: Part | None) -> int | Tensor:
@@ -655,6 +731,7 @@ class SlotPool(CacheLayerMixin):
         held = [self.keys, self.values, self._positions, self.seen, *self._fields.values(), self.free, self.limits]
         if isinstance(self.average, Tensor) and self.average is not self.limits:
             held.append(self.average)
+        held += self.heads.values()
         return sum(int(state.untyped_storage().nbytes()) for state in held if state is not None)
 
 

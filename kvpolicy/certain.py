@@ -22,7 +22,7 @@ def certain(policy: EvictionPolicy, view: View) -> Tensor:
 
 def _goes_by_position(policy: EvictionPolicy, view: View) -> bool:
     """Whether nothing but positions decides."""
-    return not (policy.needs or policy.slot_fields() or _reads_keys(policy, view))
+    return not (policy.needs or policy.slot_fields() or policy.head_fields() or _reads_keys(policy, view))
 
 
 def _reads_keys(policy: EvictionPolicy, view: View) -> bool:

@@ -34,6 +34,10 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...", show_
 Prefix = Annotated[
     int | None, typer.Option(min=0, help="First tokens that always stay, a system prompt say.", show_default="none")
 ]
+Positions = Annotated[
+    str | None,
+    typer.Option(help="original or rolled: how held tokens are numbered.", show_default="what the policy says"),
+]
 Threads = Annotated[int | None, typer.Option(help="Threads of torch.", show_default="torch's own")]
 
 
@@ -89,6 +93,7 @@ def compare(
         typer.Option(help="Evaluation tasks to run beside, such as recall, separated by commas.", show_default="none"),
     ] = "",
     prefix: Prefix = None,
+    positions: Positions = None,
     seed: Annotated[int, typer.Option(help="Draws where the samples start.")] = 0,
     batch: Annotated[int | None, typer.Option(help="Samples decoded together.", show_default="all, up to 8")] = None,
     together: Annotated[
@@ -129,6 +134,7 @@ def compare(
         threads=threads,
         tasks=_listed(tasks),
         prefix=prefix,
+        positions=positions,
     )
     try:
         results = run(settings, out, resume=resume, overwrite=overwrite, progress=progress_for(sys.stderr))
@@ -176,6 +182,7 @@ def generate(
     sample: Annotated[bool, typer.Option("--sample", help="Sample, rather than take the likeliest token.")] = False,
     seed: Annotated[int, typer.Option(help="For --sample.")] = 0,
     prefix: Prefix = None,
+    positions: Positions = None,
     show_kept: Annotated[bool, typer.Option("--show-kept", help="Show which tokens were kept at the end.")] = False,
     dtype: Dtype = None,
     device: Device = None,
@@ -203,6 +210,7 @@ def generate(
         device=device,
         threads=threads,
         prefix=prefix,
+        positions=positions,
     )
     try:
         written = run(request)

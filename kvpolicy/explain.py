@@ -19,7 +19,7 @@ from kvpolicy.compose.protect import with_prefix
 from kvpolicy.config import read
 from kvpolicy.errors import BudgetError, ConfigError
 from kvpolicy.measured import least_tokens
-from kvpolicy.policy import EvictionPolicy, Need, SlotField, View
+from kvpolicy.policy import EvictionPolicy, HeadField, Need, SlotField, View
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class Shape:
     kv_heads: int
     head_dim: int
     dtype: str
+    group: int = 1
+    """Query heads of a KV head."""
 
     @classmethod
     def of(cls, config: Any, dtype: str | None = None) -> Shape:
@@ -37,11 +39,13 @@ class Shape:
         text = config.get_text_config(decoder=True)
         try:
             heads = int(text.num_attention_heads)
+            kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
             return cls(
                 layers=int(text.num_hidden_layers),
-                kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+                kv_heads=kv_heads,
                 head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
                 dtype=dtype or str(text.dtype or config.dtype or "float32").removeprefix("torch."),
+                group=heads // kv_heads,
             )
         except (AttributeError, TypeError) as error:
             raise ConfigError(
@@ -53,10 +57,15 @@ class Shape:
         """Bytes of the keys and values of one token in one layer."""
         return self.kv_heads * 2 * self.head_dim * _size(self.dtype)
 
-    def bytes_of_field(self, field: SlotField) -> int:
-        """Bytes of a slot field in one slot."""
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What fields may be shaped by."""
+        return {"head_dim": self.head_dim, "value_dim": self.head_dim, "group": self.group}
+
+    def bytes_of_field(self, field: SlotField | HeadField) -> int:
+        """Bytes of a field in one slot, or in one head."""
         dtype = "float64" if (field.dtype, self.dtype) == ("float32", "float64") else field.dtype
-        return math.prod(field.shape) * _size(dtype)
+        return math.prod(field.sized(self.sizes)) * _size(dtype)
 
 
 def _size(dtype: str) -> int:
@@ -93,10 +102,11 @@ class Bytes:
     slot_fields: int
     bookkeeping: int
     """Positions, the next free slot of each head, tokens seen."""
+    head_fields: int = 0
 
     @property
     def total(self) -> int:
-        return self.keys_and_values + self.slot_fields + self.bookkeeping
+        return self.keys_and_values + self.slot_fields + self.bookkeeping + self.head_fields
 
     def __add__(self, other: Bytes) -> Bytes:
         return Bytes(*(a + b for a, b in zip(asdict(self).values(), asdict(other).values(), strict=True)))
@@ -133,6 +143,7 @@ class Explanation:
     needs: tuple[Need, ...]
     fields: dict[str, SlotField]
     """Slot fields of all layers by name."""
+    head_fields: dict[str, HeadField]
     overshoot: float
     """Tokens beyond the budget that a head may hold while decoding; infinite where what is written stays."""
 
@@ -174,6 +185,10 @@ class Explanation:
             "slot_fields": {
                 name: {"dtype": field.dtype, "shape": field.shape, "bytes": self.shape.bytes_of_field(field)}
                 for name, field in self.fields.items()
+            },
+            "head_fields": {
+                name: {"dtype": field.dtype, "shape": field.shape, "bytes": self.shape.bytes_of_field(field)}
+                for name, field in self.head_fields.items()
             },
             "overshoot": None if self.overshoot == math.inf else self.overshoot,
             "bytes": {**asdict(self.bytes), "total": self.bytes.total, "full_cache": self.full_bytes},
@@ -219,6 +234,7 @@ def explain(
         layers=tuple(layers),
         needs=tuple(dict.fromkeys(need for needs in _needs(policies, given) for need in sorted(needs, key=str))),
         fields={name: field for own in policies for name, field in own.slot_fields().items()},
+        head_fields={name: field for own in policies for name, field in own.head_fields().items()},
         overshoot=max((own.room(decoding=True) for own in policies if own.bounded), default=0),
     )
 
@@ -305,7 +321,7 @@ class _Layer:
         slots = (1, heads, self.prompt)
         nothing = torch.zeros(()).expand(*slots, self.shape.head_dim)
         fields = {
-            name: torch.full((*slots, *field.shape), field.fill, dtype=getattr(torch, field.dtype))
+            name: torch.full((*slots, *field.sized(self.shape.sizes)), field.fill, dtype=getattr(torch, field.dtype))
             for name, field in self.policy.slot_fields().items()
         }
         positions = torch.arange(self.prompt, dtype=torch.int32).expand(slots)
@@ -347,6 +363,7 @@ class _Layer:
             keys_and_values=keys_and_values,
             slot_fields=slots * heads * sum(self.shape.bytes_of_field(f) for f in self.policy.slot_fields().values()),
             bookkeeping=slots * heads * _POSITION + has_free_slot * heads * _FREE_SLOT + _SEEN,
+            head_fields=heads * sum(self.shape.bytes_of_field(f) for f in self.policy.head_fields().values()),
         )
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, SerializationInfo, WithJsonSchema
@@ -26,7 +26,11 @@ if TYPE_CHECKING:
     from kvpolicy.attention.blocks import Wants
     from kvpolicy.attention.rows import AttentionRows
     from kvpolicy.compose import Part, Union
+    from kvpolicy.rotation import Rotation, Turn
     from kvpolicy.storage import Storage
+
+
+_F = TypeVar("_F", bound="_Field")
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,9 @@ class Need:
     LOGITS: ClassVar[Need]
     """Every row before the softmax, in blocks: ``view.attention.logits()``."""
     QUERIES: ClassVar[Need]
-    """The query vectors, in blocks: ``view.attention.queries()``."""
+    """The query vectors: ``view.attention.queries()``; in blocks where other rows are asked for, else all at once."""
+    ROTATION: ClassVar[Need]
+    """How the model rotates: ``view.rotation`` and, with QUERIES, ``view.attention.queries(rotated=False)``."""
 
     @classmethod
     def window(cls, rows: int) -> Need:
@@ -61,23 +67,58 @@ Need.ATTENTION_ROWS = Need("attention_rows")
 Need.ATTENTION_LAST = Need("attention_rows", 1)
 Need.LOGITS = Need("logits")
 Need.QUERIES = Need("queries")
+Need.ROTATION = Need("rotation", 0)
+
+
+Size = int | Literal["head_dim", "value_dim", "group"]
+"""A number, or one that the model decides: the length of keys or values, or how many query heads share a KV head."""
 
 
 @dataclass
-class SlotField:
-    """State a policy keeps for every slot: ``[batch, kv_heads, slots, *shape]``.
-
-    The cache allocates it, fills it for new tokens, and moves it with its token on eviction, reordering,
-    offloading and saving. `dtype` is a torch dtype's name; ``float32`` becomes ``float64`` in a float64 model.
-    """
+class _Field:
+    """What state is made of. `dtype` is a torch dtype's name; ``float32`` becomes ``float64`` in a float64 model."""
 
     fill: float = 0.0
     dtype: str = "float32"
-    shape: tuple[int, ...] = ()
+    shape: tuple[Size, ...] = ()
     name: str = field(default="", compare=False)
+    noun: ClassVar[str] = "field"
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
+
+    def sized(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape in numbers, by the `sizes` of a model."""
+        return tuple(size if isinstance(size, int) else sizes[size] for size in self.shape)
+
+
+@dataclass
+class SlotField(_Field):
+    """State a policy keeps for every slot: ``[batch, kv_heads, slots, *shape]``.
+
+    The cache allocates it, fills it for new tokens, and moves it with its token on eviction, reordering,
+    offloading and saving.
+    """
+
+    noun: ClassVar[str] = "slot field"
+
+
+@dataclass
+class HeadField(_Field):
+    """State a policy keeps for every row and KV head, whatever tokens are held: ``[batch, kv_heads, *shape]``.
+
+    The cache allocates it, fills it at the start, and moves it with its row. Declared and read like a slot field.
+    """
+
+    noun: ClassVar[str] = "head field"
+
+
+def _fields_of(policy: type, kind: type[_F]) -> dict[str, _F]:
+    """The fields of that kind which a class of policies declares, base classes first."""
+    found: dict[str, _F] = {}
+    for base in reversed(policy.__mro__):
+        found.update({name: of for name, of in vars(base).items() if isinstance(of, kind)})
+    return found
 
 
 def _share(value: Any) -> Any:
@@ -116,8 +157,8 @@ class View:
     """
 
     __slots__ = (
-        "_fields", "_keys", "_offsets", "_scope", "_values", "attention", "budget", "candidates", "decoding", "holes",
-        "layer", "positions", "prefix", "seen",
+        "_fields", "_heads", "_keys", "_offsets", "_scope", "_turn", "_values", "attention", "budget", "candidates",
+        "decoding", "holes", "layer", "positions", "prefix", "seen",
     )  # fmt: skip
 
     def __init__(
@@ -134,8 +175,12 @@ class View:
         holes: bool = True,
         decoding: bool = False,
         prefix: int | Tensor = 0,
+        turn: Turn | None = None,
+        heads: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._fields = fields
+        self._heads = {} if heads is None else heads
+        self._turn = turn
         self._scope = ""
         self._offsets = offsets
         self._keys = keys
@@ -164,7 +209,7 @@ class View:
 
     @property
     def keys(self) -> Tensor:
-        """``[batch, kv_heads, slots, head_dim]``, as cached (rotated where the model rotates)."""
+        """``[batch, kv_heads, slots, head_dim]``, as held: rotated where the model rotates, unless they are rolled."""
         return self._keys() if callable(self._keys) else self._keys
 
     @property
@@ -172,11 +217,31 @@ class View:
         """``[batch, kv_heads, slots, value_dim]``."""
         return self._values() if callable(self._values) else self._values
 
+    @property
+    def rotation(self) -> Rotation | None:
+        """How the model rotates queries and keys in this layer; ``None``: it does not. Needs ``Need.ROTATION``."""
+        if self._turn is None:
+            return None
+        if not self._turn.known:
+            raise RuntimeError("view.rotation was not asked for: add Need.ROTATION to the policy's `needs`")
+        return self._turn.rotation
+
+    def rotated(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Some :attr:`keys`, of tokens at `positions`, as the model rotated them. Needs ``Need.ROTATION``.
+
+        They are what they are, unless positions are rolled; then they are rotated anew.
+        """
+        rotation = self.rotation
+        if rotation is None or self._turn is None or not self._turn.rolls:
+            return keys
+        return rotation.turned(keys, rotation.at(positions.clamp(min=0), keys.dtype))
+
     def part(self, name: str, budget: Any = None, candidates: Tensor | None = None) -> View:
         """The view for the part `name` of a composition: its own slot fields, its budget, what it may choose from."""
         part = View(
             self._fields, self.positions, self.seen, self.budget if budget is None else budget, self._keys,
             self._values, self.layer, self.attention, self._offsets, self.holes, self.decoding, self.prefix,
+            self._turn, self._heads,
         )  # fmt: skip
         part._scope = f"{self._scope}{name}."
         part.candidates = self.candidates if candidates is None else candidates
@@ -197,8 +262,9 @@ class View:
         return ~slots if self.candidates is None and not self.holes else self.eligible & ~slots
 
     def __getitem__(self, name: str) -> Tensor:
-        """The slot field `name`, as `observe` last left it."""
-        return self._fields[self._scope + name]
+        """The slot field or head field `name`, as `observe` last left it."""
+        name = self._scope + name
+        return self._heads[name] if name in self._heads else self._fields[name]
 
     def tokens(self, amount: int | float) -> Any:
         """A :data:`Share` in tokens, resolved against the budget and never above it."""
@@ -251,7 +317,7 @@ def as_if_alone(view: View, wants: Wants) -> View | None:
     Others may make attention hand out more, and more often. The view is changed.
     """
     rows = view.attention
-    if rows is None or wants.total or wants.blocks:
+    if rows is None or wants.total or wants.blocks or wants.queries:
         return view
     if not rows.final:
         return None
@@ -271,7 +337,7 @@ class EvictionPolicy(BaseModel):
         extra="forbid",
         allow_inf_nan=False,
         use_attribute_docstrings=True,
-        ignored_types=(SlotField, set, frozenset),
+        ignored_types=(SlotField, HeadField, set, frozenset),
     )
 
     needs: ClassVar[Collection[Need]] = frozenset()
@@ -287,10 +353,16 @@ class EvictionPolicy(BaseModel):
 
     def slot_fields(self) -> dict[str, SlotField]:
         """The declared slot fields by name, base classes first."""
-        found: dict[str, SlotField] = {}
-        for base in reversed(type(self).__mro__):
-            found.update({k: v for k, v in vars(base).items() if isinstance(v, SlotField)})
-        return found
+        return _fields_of(type(self), SlotField)
+
+    def head_fields(self) -> dict[str, HeadField]:
+        """The declared head fields by name, base classes first."""
+        return _fields_of(type(self), HeadField)
+
+    @property
+    def rolled(self) -> bool:
+        """Whether it is meant for rolled positions: ``EvictionCache(positions="rolled")`` if not said otherwise."""
+        return False
 
     @property
     def observes(self) -> bool:
@@ -374,7 +446,7 @@ class EvictionPolicy(BaseModel):
     # -- what a policy decides -----------------------------------------------------------------------------
 
     def observe(self, view: View) -> Mapping[str, Tensor]:
-        """New values of slot fields after the queries in ``view.attention``.
+        """New values of slot fields and head fields after the queries in ``view.attention``.
 
         A long call is observed in several consecutive blocks of queries, a decode step is one row. Written as a
         running update, the outcome is the same either way.

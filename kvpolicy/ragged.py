@@ -167,7 +167,9 @@ class RaggedPool(SlotPool):
         self._clear_fields()
 
     def dot(self, query: Tensor) -> Tensor:
-        return super().dot(query) if self.pages is None else self.pages.dot(query, self.keys)
+        if self.pages is None or self.turn.rolls:  # keys are rotated in the common shape
+            return super().dot(query)
+        return self.pages.dot(query, self.keys)
 
     def mix(self, probs: Tensor) -> Tensor:
         return super().mix(probs) if self.pages is None else self.pages.mix(probs, self.values)

@@ -10,6 +10,7 @@ from kvpolicy_plugins.adaptive import Adaptive
 from kvpolicy_plugins.ahakv import AhaKV
 from kvpolicy_plugins.cake import CAKE
 from kvpolicy_plugins.cake_layers import CAKELayers
+from kvpolicy_plugins.expected_attention import ExpectedAttention
 from kvpolicy_plugins.full import Full
 from kvpolicy_plugins.given import Given
 from kvpolicy_plugins.h2o import H2O
@@ -48,14 +49,15 @@ ranges = st.sampled_from(["0", "0-1", "-4:", ":50%", "50%:", "0,3,5-7", ":", "7"
 
 simple: Strategy = st.one_of(
     *(st.builds(cls) for cls in (Full, H2O, Heavy, LRU, Random, Recent, Sinks, SnapKV, StreamingLLM)),
-    *(st.builds(cls) for cls in (A2SF, AhaKV, CAKE, KeyDiff, Keyformer, Knorm, LagKV, LFU, NACL)),
-    *(st.builds(cls) for cls in (RKV, Scissorhands, TOVA)),
+    *(st.builds(cls) for cls in (A2SF, AhaKV, CAKE, ExpectedAttention, KeyDiff, Keyformer, Knorm)),
+    *(st.builds(cls) for cls in (LagKV, LFU, NACL, RKV, Scissorhands, TOVA)),
     st.builds(H2O, recent=shares, sinks=tokens),
     st.builds(H2O, decay=st.floats(0, 1), normalise=st.sampled_from(["none", "visible"])),
     st.builds(A2SF, decay=st.floats(0, 1), group=st.sampled_from(["mean", "max"])),
     st.builds(LFU, tau=positive, normalise=st.sampled_from(["none", "visible"])),
     st.builds(AhaKV, window=counts, length=st.none() | counts),
     st.builds(CAKE, window=counts, gamma=st.floats(0, 1e6)),
+    st.builds(ExpectedAttention, future=counts, every=counts, covariance=st.booleans(), epsilon=st.floats(0, 1)),
     st.builds(Keyformer, start=positive, end=positive, noise=st.sampled_from(["gumbel", "none"])),
     st.builds(LagKV, lag=st.integers(2, 99), compare=st.sampled_from(["lag", "all"])),
     st.builds(NACL, proxies=counts, drawn=shares, seed=st.integers(-(2**63), 2**63)),
@@ -64,7 +66,7 @@ simple: Strategy = st.one_of(
     st.builds(TOVA, heads=st.sampled_from(["layer", "each"])),
     st.builds(LRU, tau=positive, recent=shares),
     st.builds(Random, seed=st.integers(-(2**63), 2**63), draw=st.sampled_from(["fixed", "fresh"])),
-    st.builds(StreamingLLM, sinks=tokens),
+    st.builds(StreamingLLM, sinks=tokens, positions=st.sampled_from(["original", "rolled"])),
     st.builds(SnapKV, window=counts, kernel=st.integers(0, 8).map(lambda half: 2 * half + 1)),
     st.tuples(tokens, counts).map(lambda span: Span(start=span[0], stop=sum(span))),
 )

@@ -51,6 +51,12 @@ class Rule:
         Comes before `observe` of the same query.
         """
 
+    def ask(self, vectors: Tensor, scaling: float, spun: Spun | None) -> None:
+        """A query of each query head of this KV head, before it is rotated, ``[group, head_dim]``.
+
+        `spun` rotates; it is ``None`` where the model does not.
+        """
+
     def observe(self, query: int, probs: dict[int, float]) -> None:
         """The probabilities query `query` gave to each key it could see, averaged over the query group."""
 
@@ -464,6 +470,62 @@ class AhaKVRule(KeysRule, VotesRule):
         return (self.votes[position] * float(self.values[position].norm()),)
 
 
+class ExpectedAttentionRule(KeysRule):
+    """Rotations are averaged as matrices; everything else as the formulas read."""
+
+    defaults = {"sinks": 4, "future": 512, "epsilon": 0.0, "covariance": True, "values": True, "every": 32}
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.asked: list[Tensor] = []
+        self.expected: dict[int, list[float]] = {}
+        self.scored: dict[int, int] = defaultdict(lambda: -1)
+
+    def ask(self, vectors: Tensor, scaling: float, spun: Spun | None) -> None:
+        self.asked.append(vectors * scaling)
+        self.spun = spun
+
+    def finish(self, rows: list[dict[int, float]], seen: int, decoding: bool) -> None:
+        if not rows:
+            return
+        held = sorted(rows[-1], key=lambda p: (self.scored[p], p))
+        some = held[: math.ceil(len(held) / self.options["every"])] if decoding else held
+        queries = torch.stack(self.asked[4:] or [torch.zeros_like(self.asked[0])])  # [queries, group, head_dim]
+        turn = torch.eye(queries.shape[-1], dtype=queries.dtype)
+        if self.spun is not None:
+            ahead = torch.arange(seen, seen + self.options["future"])
+            turn = torch.stack([self.spun.at(row.expand(len(ahead), -1), ahead).mean(0) for row in turn], -1)
+        for p in some:
+            self.scored[p], self.expected[p] = seen, []
+            for of in queries.unbind(1):
+                mean = turn @ of.mean(0)
+                spread = turn @ ((of - of.mean(0)).T @ (of - of.mean(0)) / len(of)) @ turn.T
+                square = self.keys[p] @ spread @ self.keys[p] / 2 if self.options["covariance"] else 0.0
+                self.expected[p].append(float(mean @ self.keys[p] + square))
+
+    def rank(self, held: list[int], seen: int, budget: int, decoding: bool) -> list[int]:
+        among = [p for p in held if p >= self.options["sinks"]]
+        group = len(self.expected[held[0]])
+        heads = [softmax({p: self.expected[p][head] for p in among}) for head in range(group)]
+        most = [max(self.expected[p][head] for p in among) for head in range(group)] if among else []
+        self.attention = mean_of(heads) if among else {}
+        self.order = {
+            p: [x - m - math.log(sum(math.exp(self.expected[q][h] - m) for q in among)) for h, (x, m) in found]
+            for p in among
+            for found in [list(enumerate(zip(self.expected[p], most, strict=True)))]
+        }
+        return super().rank(held, seen, budget, decoding)
+
+    def worth(self, position: int, seen: int) -> tuple:
+        length = float(self.values[position].norm()) if self.options["values"] else 1.0
+        epsilon = self.options["epsilon"] if self.options["values"] else 0.0
+        if position not in self.attention:
+            return (epsilon * length, -math.inf)
+        logs = self.order[position]
+        log = max(logs) + math.log(sum(math.exp(x - max(logs)) for x in logs)) + math.log(length)
+        return (self.attention[position] + epsilon) * length, log
+
+
 class SnapKVRule(Rule):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -512,6 +574,10 @@ class CompositeRule(Rule):
     def heads(self, query: int, probs: list[dict[int, float]], logits: list[dict[int, float]], mine: slice) -> None:
         for part in self.parts:
             part.heads(query, probs, logits, mine)
+
+    def ask(self, vectors: Tensor, scaling: float, spun: Spun | None) -> None:
+        for part in self.parts:
+            part.ask(vectors, scaling, spun)
 
     def observe(self, query: int, probs: dict[int, float]) -> None:
         for part in self.parts:
@@ -684,6 +750,7 @@ MORE: dict[str, type[Rule]] = {
     "a2sf": A2SFRule,
     "ahakv": AhaKVRule,
     "cake": CAKERule,
+    "expected_attention": ExpectedAttentionRule,
     "keydiff": KeyDiffRule,
     "keyformer": KeyformerRule,
     "knorm": KnormRule,
@@ -722,14 +789,99 @@ def make(spec: Any, layer: int, row: int, head: int, layers: int) -> Rule:
     return {**RULES, **MORE, **PRIMITIVES, **COMPOSITIONS}[kind](layer, row, head, layers, **options)
 
 
+class Spun:
+    """Rotary positions by complex numbers: the first half of what a head rotates is real, the second imaginary."""
+
+    def __init__(self, model: Any) -> None:
+        self.embedding = next(m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding"))
+
+    def angles(self, like: Tensor, places: Tensor) -> Tensor:
+        """``exp(i * angle)`` for each of `places`, times what the model scales it by."""
+        cos, sin = self.embedding(like.new_empty(0), places.reshape(1, -1))
+        spins = torch.complex(cos, sin)[..., : cos.shape[-1] // 2]
+        return spins.view(*places.shape, -1)
+
+    @staticmethod
+    def times(vectors: Tensor, spins: Tensor) -> Tensor:
+        half = spins.shape[-1]
+        turned = torch.complex(vectors[..., :half], vectors[..., half : 2 * half]) * spins
+        return torch.cat([turned.real, turned.imag, vectors[..., 2 * half :]], -1)
+
+    def bare(self, vectors: Tensor, columns: Tensor) -> Tensor:
+        """`vectors` of tokens at `columns` of the input as they were before the model rotated them."""
+        return self.times(vectors, 1 / self.angles(vectors, columns))
+
+    def at(self, vectors: Tensor, places: Tensor) -> Tensor:
+        return self.times(vectors, self.angles(vectors, places))
+
+    def rolled(self, query: Tensor, key: Tensor, there: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys at their places among the columns that are `there`, ``[batch, kv_heads, columns]``.
+
+        And the keys before they were rotated. `key` is what a model has cached of all columns.
+        """
+        columns, rows = torch.arange(key.shape[2]), query.shape[2]
+        places = (there.cumsum(-1) - 1).clamp(min=0)
+        bare = self.bare(key, columns)
+        asking = self.bare(query, columns[-rows:]).unflatten(1, (key.shape[1], -1))
+        asking = self.at(asking, places[:, :, None, -rows:].expand(asking.shape[:-1]))
+        return asking.flatten(1, 2), self.at(bare, places), bare
+
+
+class Recomputed:
+    """A model over all tokens ever seen, of which each query is shown those that a cache holds, at their places."""
+
+    def __init__(self, model: Any, watched: Any) -> None:
+        """`watched` is the cache; what it held before a call is what the call sees beside its own tokens."""
+        self.model, self.watched, self.cache, self.spun = model, watched, DynamicCache(), Spun(model)
+        self.shown: list[Tensor] = []
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Come before the same call with the watched cache."""
+        seen, layers = self.cache.get_seq_length(), len(self.watched.layers)
+        self.shown = [self.watched.positions(layer) for layer in range(layers)] if seen else []
+        before = self.model.config._attn_implementation
+        AttentionInterface.register(NAME, self._attend)
+        AttentionMaskInterface.register(NAME, lambda **kwargs: None)
+        self.model.config._attn_implementation = NAME
+        try:
+            with torch.no_grad():
+                return self.model(ids, use_cache=True, **cache_argument(self.cache)).logits
+        finally:
+            self.model.config._attn_implementation = before
+
+    def _attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **kwargs: Any):
+        (batch, heads, columns), rows = key.shape[:3], query.shape[2]
+        there = torch.zeros(batch, heads, columns + 1, dtype=torch.bool)
+        if self.shown:
+            shown = self.shown[module.layer_idx]
+            there.scatter_(2, shown.masked_fill(shown < 0, columns), True)
+        there = there[..., :columns]
+        there[..., columns - rows :] = True
+        query, key, _ = self.spun.rolled(query, key, there)
+        causal = torch.arange(columns) <= torch.arange(columns - rows, columns)[:, None]
+        group = query.shape[1] // heads
+        allowed = (there[:, :, None] & causal).repeat_interleave(group, 1)
+        logits = query @ key.repeat_interleave(group, 1).mT * scaling
+        probs = logits.masked_fill(~allowed, -torch.inf).softmax(-1)
+        return (probs @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous(), probs
+
+
 class Reference:
     """Runs a model under a rule. Call it like the model; read `kept(layer)` as sets of positions."""
 
     def __init__(
-        self, model: Any, policy: str | dict[str, Any], budget: int | list[Any], alpha: Fraction | None = None
+        self,
+        model: Any,
+        policy: str | dict[str, Any],
+        budget: int | list[Any],
+        alpha: Fraction | None = None,
+        rolled: bool = False,
     ) -> None:
         """`budget` is one for all layers, one for each, or a list for each with one for each row."""
         self.model, self.alpha = model, alpha
+        rotates = any(type(module).__name__.endswith("RotaryEmbedding") for module in model.modules())
+        self.spun = Spun(model) if rotates else None
+        self.rolled = rolled
         self.shares: dict[tuple[int, int, int], int] = {}
         layers = model.config.num_hidden_layers
         self.budgets = budget if isinstance(budget, list) else [budget] * layers
@@ -779,7 +931,16 @@ class Reference:
                     for j in range(columns):
                         real, new = bool(self.real[row, j]), j >= first
                         allowed[row, head, i, j] = real and j <= first + i and (new or int(position[row, j]) in held)
-        logits = query @ key.repeat_interleave(group, 1).transpose(-1, -2) * scaling
+        met, bare = key, query
+        if self.spun is not None:
+            bare = self.spun.bare(query, torch.arange(first, columns))
+        if self.spun is not None and self.rolled:
+            there = allowed[:, :, -1].clone()  # the last query sees all that are there, unless it is padding
+            there[..., first:] = self.real[:, None, first:]
+            for (_, row, head), held in ((at, held) for at, held in self.held.items() if at[0] == layer):
+                there[row, head, :first] = torch.isin(position[row, :first], torch.tensor(held, dtype=torch.int64))
+            query, met, key = self.spun.rolled(query, key, there)
+        logits = query @ met.repeat_interleave(group, 1).transpose(-1, -2) * scaling
         logits = logits.masked_fill(~allowed.repeat_interleave(group, 1), torch.finfo(query.dtype).min)
         probs = logits.softmax(-1)
         output = (probs @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous()
@@ -789,6 +950,9 @@ class Reference:
             for head in range(heads):
                 self._store(layer, row, head, position[row], key[row, head, first:], value[row, head, first:])
                 mine = slice(head * group, (head + 1) * group)
+                for i in range(rows):
+                    if self.real[row, first + i]:
+                        self.rules[layer, row, head].ask(bare[row, mine, i], scaling, self.spun)
                 self._observe(layer, row, head, position[row], allowed[row, head], mean[row, head], first, each, mine)
             self._decide(layer, row, heads, int((position[row] >= 0).sum()), decoding=rows == 1 and first > 0)
         self.keep(layer, position, key[:, :, first:], value[:, :, first:], decoding=rows == 1 and first > 0)

@@ -11,6 +11,7 @@ class Generic(ModelAdapter):
     """Asked last. Models with attention code of their own (Falcon, BLOOM, MPT, GPT-Neo) are not accepted."""
 
     name = "generic"
+    positions = frozenset({"original", "rolled"})
     fallback = True
 
     def accepts(self, model: nn.Module) -> bool:

@@ -8,3 +8,4 @@ class GPTNeoX(ModelAdapter):
 
     name = "gpt_neox"
     model_types = frozenset({"gpt_neox"})
+    positions = frozenset({"original", "rolled"})

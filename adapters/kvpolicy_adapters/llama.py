@@ -11,6 +11,7 @@ class LlamaLike(ModelAdapter):
     """
 
     name = "llama-like"
+    positions = frozenset({"original", "rolled"})
     model_types = frozenset(
         {
             *(

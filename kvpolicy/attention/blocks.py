@@ -50,10 +50,14 @@ class Wants:
     """Every row: the policy observes each block."""
     window: int = 0
     """At least this many last rows in the final block."""
+    queries: bool = False
+    """Query vectors and nothing else: they are shown all at once, and no row has to be computed."""
 
     @classmethod
     def of(cls, needs: Iterable[Need]) -> Wants:
-        needs = set(needs)
+        needs = set(needs) - {Need.ROTATION}
+        if needs == {Need.QUERIES}:
+            return cls(queries=True)
         rows = needs - {Need.ATTENTION_SUM}
         return cls(
             total=Need.ATTENTION_SUM in needs,
@@ -63,10 +67,18 @@ class Wants:
 
     def __or__(self, other: Wants) -> Wants:
         """What both want."""
-        return Wants(self.total or other.total, self.blocks or other.blocks, max(self.window, other.window))
+        queries = self.queries or other.queries
+        alone = queries and self.nothing and other.nothing
+        return Wants(
+            total=self.total or other.total,
+            blocks=self.blocks or other.blocks or (queries and not alone),
+            window=max(self.window, other.window),
+            queries=alone,
+        )
 
     @property
     def nothing(self) -> bool:
+        """Whether no statistic of rows is asked for."""
         return not (self.total or self.blocks or self.window)
 
 
@@ -87,14 +99,14 @@ def attend(pool: SlotPool, query: Tensor, scoring: Scoring) -> Tensor:
     `query` is ``[batch, query_heads, rows, head_dim]``, the result ``[batch, query_heads, rows, value_dim]``.
     """
     heads, rows = pool.active_positions.shape[1], query.shape[2]
-    grouped = query.unflatten(1, (heads, -1))
+    grouped = pool.turned(query.unflatten(1, (heads, -1)))
     if rows == 1:
         return _step(pool, grouped, scoring).flatten(1, 2)
     if pool.is_causal and scoring.plain and not (pool.wants.total or pool.wants.blocks):
         # At most the final rows are asked for: the fused kernel gives the output.
         output = F.scaled_dot_product_attention(
-            query,
-            pool.active_keys,
+            grouped.flatten(1, 2),
+            pool.attended_keys,
             pool.active_values,
             is_causal=True,
             scale=scoring.scaling,
@@ -103,11 +115,20 @@ def attend(pool: SlotPool, query: Tensor, scoring: Scoring) -> Tensor:
         if pool.wants.window:
             _walk(pool, grouped, scoring, max(0, rows - pool.wants.window))
         else:
-            pool.observe(None)
+            _show(pool, grouped, scoring)
         return output
     output = query.new_empty((*grouped.shape[:-1], pool.active_values.shape[-1]))
     _walk(pool, grouped, scoring, 0, output)
     return output.flatten(1, 2)
+
+
+def _show(pool: SlotPool, query: Tensor, scoring: Scoring) -> None:
+    """Let the policy observe where no rows are computed: the queries, if it wants them."""
+    if not pool.wants.queries:
+        pool.observe(None)
+        return
+    rows = AttentionRows(pool.query_positions, queries=query, unrotated=pool.unrotated(), scaling=scoring.scaling)
+    pool.observe(rows)
 
 
 def _step(pool: SlotPool, query: Tensor, scoring: Scoring) -> Tensor:
@@ -119,12 +140,21 @@ def _step(pool: SlotPool, query: Tensor, scoring: Scoring) -> Tensor:
         logits.masked_fill_(hidden, _least(logits))
     probs = _softmax(logits, scoring.sinks)
     if pool.wants.nothing:
-        pool.observe(None)
+        _show(pool, query, scoring)
     else:
         positions = pool.query_positions if pool.wants.blocks or pool.padded else None
         seen = probs * (positions >= 0).unsqueeze(2) if pool.padded and positions is not None else probs
         visible = _visible(hidden, positions, pool.used) if pool.wants.blocks and positions is not None else None
-        pool.observe(AttentionRows(positions, probs=seen, logits=logits, queries=query, visible=visible))
+        rows = AttentionRows(
+            positions,
+            probs=seen,
+            logits=logits,
+            queries=query,
+            unrotated=pool.unrotated(),
+            scaling=scoring.scaling,
+            visible=visible,
+        )
+        pool.observe(rows)
     return pool.mix(probs)
 
 
@@ -137,9 +167,10 @@ def _walk(pool: SlotPool, query: Tensor, scoring: Scoring, first: int, output: T
     before = pool.used - rows  # slots that were there before this call; the new tokens follow in order
     positions = pool.query_positions
     bounds, slices = _plan(query, pool.used, first, wants.window)
+    held = pool.attended_keys, pool.active_values, pool.active_positions
     for batch, heads in slices:
         part = (batch, heads)
-        keys, values, slots = pool.active_keys[part], pool.active_values[part], pool.active_positions[part]
+        keys, values, slots = (state[part] for state in held)
         sinks = None if scoring.sinks is None else scoring.sinks.unflatten(0, (-1, query.shape[2]))[heads].flatten()
         total = keys.new_zeros(keys.shape[:3], dtype=pool.score_dtype) if wants.total and not wants.blocks else None
         for start, stop in bounds:
@@ -167,13 +198,15 @@ def _walk(pool: SlotPool, query: Tensor, scoring: Scoring, first: int, output: T
                     probs=probs,
                     logits=logits,
                     queries=block,
+                    unrotated=pool.unrotated(batch, heads, slice(start, stop)),
+                    scaling=scoring.scaling,
                     visible=_visible(hidden, queries) if wants.blocks else None,
                     total=total,
                     final=stop == rows,
                 )
                 pool.observe(statistics, Part(batch, heads, seen))
     if wants.nothing:
-        pool.observe(None)
+        _show(pool, query, scoring)
 
 
 def _plan(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 
@@ -16,7 +18,7 @@ class AttentionRows:
     (later tokens, a sliding window) have probability zero.
     """
 
-    __slots__ = ("_logits", "_positions", "_probs", "_queries", "_sum", "_visible", "final")
+    __slots__ = ("_logits", "_positions", "_probs", "_queries", "_scaling", "_sum", "_unrotated", "_visible", "final")
 
     def __init__(
         self,
@@ -25,6 +27,8 @@ class AttentionRows:
         probs: Tensor | None = None,
         logits: Tensor | None = None,
         queries: Tensor | None = None,
+        unrotated: Callable[[], Tensor] | None = None,
+        scaling: float | None = None,
         visible: Tensor | None = None,
         total: Tensor | None = None,
         final: bool = True,
@@ -32,6 +36,8 @@ class AttentionRows:
         self._probs = probs
         self._logits = logits
         self._queries = queries
+        self._unrotated = unrotated
+        self._scaling = scaling
         self._visible = visible
         self._sum = total
         self._positions = positions
@@ -66,7 +72,17 @@ class AttentionRows:
             return self
         cut = [None if part is None else part[..., -count:, :] for part in self._parts()]
         probs, logits, queries, visible, positions = cut
-        return AttentionRows(positions, probs=probs, logits=logits, queries=queries, visible=visible, final=self.final)
+        unrotated = self._unrotated
+        return AttentionRows(
+            positions,
+            probs=probs,
+            logits=logits,
+            queries=queries,
+            unrotated=None if unrotated is None else lambda: unrotated()[..., -count:, :],
+            scaling=self._scaling,
+            visible=visible,
+            final=self.final,
+        )
 
     def _parts(self) -> tuple[Tensor | None, ...]:
         return self._probs, self._logits, self._queries, self._visible, self._positions
@@ -86,14 +102,24 @@ class AttentionRows:
             raise self._missing("logits()", "Need.LOGITS")
         return self._logits
 
-    def queries(self) -> Tensor:
-        """Query vectors as the model rotated them, ``[batch, kv_heads, group, rows, head_dim]``, unscaled.
+    def queries(self, rotated: bool = True) -> Tensor:
+        """Query vectors as they meet the keys, ``[batch, kv_heads, group, rows, head_dim]``, unscaled.
 
-        Needs ``Need.QUERIES``.
+        Without `rotated` they are as they were before the model rotated them; where it rotates nothing, that is the
+        same. Needs ``Need.QUERIES``, and ``Need.ROTATION`` beside it if not `rotated`.
         """
         if self._queries is None:
             raise self._missing("queries()", "Need.QUERIES")
-        return self._queries
+        if rotated:
+            return self._queries
+        if self._unrotated is None:
+            raise self._missing("queries(rotated=False)", "Need.ROTATION")
+        return self._unrotated()
+
+    @property
+    def scaling(self) -> float:
+        """What products of queries and keys are multiplied with before the softmax. Needs ``Need.QUERIES``."""
+        return self.queries().shape[-1] ** -0.5 if self._scaling is None else self._scaling
 
     @property
     def positions(self) -> Tensor:

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, model_validator
 from torch import Tensor
 
 from kvpolicy.errors import BudgetError
-from kvpolicy.policy import EvictionPolicy, Need, Policy, SlotField, View, as_if_alone
+from kvpolicy.policy import EvictionPolicy, HeadField, Need, Policy, SlotField, View, as_if_alone
 from kvpolicy.storage import Storage
 
 
@@ -66,11 +66,18 @@ class Composite(EvictionPolicy):
         return self
 
     @property
+    def rolled(self) -> bool:
+        return any(part.rolled for _, part in self.children())
+
+    @property
     def needs(self) -> frozenset[Need]:  # type: ignore[override]
         return frozenset(need for _, part in self.children() for need in part.needs)
 
     def slot_fields(self) -> dict[str, SlotField]:
         return {f"{name}.{key}": field for name, part in self.children() for key, field in part.slot_fields().items()}
+
+    def head_fields(self) -> dict[str, HeadField]:
+        return {f"{name}.{key}": field for name, part in self.children() for key, field in part.head_fields().items()}
 
     @cached_property
     def observes(self) -> bool:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from kvpolicy.cache import EvictionCache
 from kvpolicy.errors import EvaluationError
 from kvpolicy.evaluate import results as outcome
 from kvpolicy.evaluate.models import check_model, load_model, quiet_transformers
@@ -65,6 +64,8 @@ class Settings:
     """Evaluation tasks to run for each cell beside: names or :class:`~kvpolicy.evaluate.task.EvaluationTask`."""
     prefix: int | None = None
     """First tokens of each sample that always stay, whatever the policy."""
+    positions: str | None = None
+    """The mode of positions, ``original`` or ``rolled``, for all; by default what each policy says."""
 
     def __post_init__(self) -> None:
         for name, least in {"tokens": 4, "samples": 1, "batch": 1, "threads": 1, "together": 1}.items():
@@ -121,11 +122,11 @@ class _Comparison:
         self.results = self._head(plan, model, model_record, text_record, positions)
         if earlier is not None:
             self._take_over(earlier)
-        for run in plan.runs:
-            # Refuses what cannot work, before any work.
-            EvictionCache(model, run.policy, run.budget, prompt_length=plan.length, prefix=self.settings.prefix)
         tokens = torch.tensor(windows, device=model.device)
-        self.setup = Setup(model, tokens, plan.scored_from, self.settings.rows, self.settings.prefix)
+        its = self.settings
+        self.setup = Setup(model, tokens, plan.scored_from, its.rows, its.prefix, its.positions)
+        for run in plan.runs:
+            self.setup.cache(run.policy, run.budget)  # refuses what cannot work, before any work
         try:
             self._measure(plan)
         finally:
@@ -146,6 +147,7 @@ class _Comparison:
                 "seed": self.settings.seed,
                 "scored_from": plan.scored_from,
                 "prefix": self.settings.prefix,
+                "cache_positions": self.settings.positions,
             },
             batch=self.settings.rows,
             together=self.settings.together,
@@ -223,6 +225,7 @@ class _Comparison:
                 batch=self.setup.batch,
                 seed=self.settings.seed,
                 prefix=self.settings.prefix,
+                positions=self.settings.positions,
             )
             numbers = run_task(task, context, run.name if budget is None else f"{run.name} {targets[0]}")
             for cell in cells:

@@ -30,6 +30,8 @@ class Request:
     threads: int | None = None
     prefix: int | None = None
     """First tokens that always stay."""
+    positions: str | None = None
+    """``original`` or ``rolled``; by default what the policy says."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,9 @@ def generate(request: Request) -> Written:
     if request.threads:
         torch.set_num_threads(request.threads)
     model, tokenizer, _ = load_model(request.model, request.dtype, request.device)
-    cache = EvictionCache(model, request.policy, budget=request.budget, prefix=request.prefix)
+    cache = EvictionCache(
+        model, request.policy, budget=request.budget, prefix=request.prefix, positions=request.positions
+    )
     with quiet_transformers(), torch.random.fork_rng(enabled=request.seed is not None):
         inputs = _encode(tokenizer, request).to(model.device)
         if request.seed is not None:

@@ -97,6 +97,8 @@ class Setup:
     batch: int
     prefix: int | None = None
     """First tokens that always stay."""
+    positions: str | None = None
+    """The mode of positions; by default what a policy says."""
 
     @property
     def length(self) -> int:
@@ -110,7 +112,9 @@ class Setup:
 
     def cache(self, policy: EvictionPolicy, budget: Budget | None) -> EvictionCache:
         """A cache for a batch of samples."""
-        return EvictionCache(self.model, policy, budget, prompt_length=self.length, prefix=self.prefix)
+        return EvictionCache(
+            self.model, policy, budget, prompt_length=self.length, prefix=self.prefix, positions=self.positions
+        )
 
     def held_at_first(self, policy: EvictionPolicy, budget: Budget | None) -> int:
         """How many tokens of a sample are fed in one call, before anything is evicted."""

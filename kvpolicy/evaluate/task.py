@@ -46,12 +46,21 @@ class Context:
     seed: int
     prefix: int | None = None
     """First tokens that always stay."""
+    positions: str | None = None
+    """The mode of positions; by default what the policy says."""
 
     def new_cache(self, prompt_length: int | None = None) -> EvictionCache:
         """An empty cache of this cell. A share refers to its first call, or to a prompt of `prompt_length` tokens."""
         from kvpolicy.cache import EvictionCache
 
-        return EvictionCache(self.model, self.policy, self.budget, prompt_length=prompt_length, prefix=self.prefix)
+        return EvictionCache(
+            self.model,
+            self.policy,
+            self.budget,
+            prompt_length=prompt_length,
+            prefix=self.prefix,
+            positions=self.positions,
+        )
 
     def decode(self, rows: Tensor, first: int) -> Iterator[tuple[int, Tensor]]:
         """Read `rows` ``[batch, tokens]`` with a new cache: `first` tokens in one call, the others one by one.

@@ -26,10 +26,18 @@ class Together(EvictionCache):
         pools = zip(*(cache.layers for cache in caches), strict=True)
         Cache.__init__(self, layers=[_Pools(own, rows) for own in pools])
 
-    def expect(self, index: int, config: Any) -> Any:
-        for cache in self.caches:
-            cache.expect(index, config)
+    def expect(self, index: int, config: Any, angles: Any = None) -> Any:
+        groups = _split(angles, self.layers[index].rows, len(self.caches))
+        for cache, own in zip(self.caches, groups, strict=True):
+            cache.expect(index, config, own)
         return self.layers[index]
+
+
+def _split(angles: Any, rows: int, groups: int) -> Sequence[Any]:
+    """Cos and sin of each group; a model may hand over those of one row for all."""
+    if not isinstance(angles, tuple) or angles[0].shape[0] == 1:
+        return [angles] * groups
+    return list(zip(*(part.split(rows) for part in angles), strict=True))
 
 
 class _Pools(CacheLayerMixin):

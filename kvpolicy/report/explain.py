@@ -24,7 +24,6 @@ NEEDS = {
     "attention_sum": "column sums of attention",
     "attention_rows": "every row of attention",
     "logits": "every row before the softmax",
-    "queries": "the query vector of every row",
 }
 
 
@@ -48,6 +47,10 @@ def explanation_report(found: Explanation, title: str) -> Iterator[Any]:
 
 def need_text(need: Need) -> str:
     """What attention must hand out, and what that costs."""
+    if need == Need.QUERIES:
+        return "the queries: a prompt is attended in blocks, unless nothing else is needed"
+    if need == Need.ROTATION:
+        return "how the model rotates queries and keys, which costs nothing"
     if need.rows is None:
         return f"{NEEDS.get(need.name, need.name)}: a prompt is attended in blocks, not fused"
     rows = "row" if need.rows == 1 else f"{need.rows:,} rows"
@@ -187,6 +190,9 @@ def _bytes(found: Explanation) -> Iterator[tuple[str, str]]:
     )
     fields = ", ".join(f"{name} {found.shape.bytes_of_field(field)}" for name, field in found.fields.items())
     yield "slot fields", f"{size(taken.slot_fields)} (bytes of a slot: {fields})" if fields else "none"
+    if found.head_fields:
+        fields = ", ".join(f"{name} {found.shape.bytes_of_field(of)}" for name, of in found.head_fields.items())
+        yield "head fields", f"{size(taken.head_fields)} (bytes of a head: {fields})"
     yield "positions", f"{size(taken.bookkeeping)}"
     pages = (
         ", and up to 15 slots a head more, since heads have pages of 16" if found.budget and found.budget.heads else ""

@@ -108,10 +108,16 @@ class Case:
         most = [self.most(budget, layer, decoding=False) for layer in range(models.LAYERS)]
         return int(max(filter(isfinite, most), default=budget)) + 14
 
-    def cache(self, model: Any, budget: int | None = None, policy: EvictionPolicy | None = None) -> EvictionCache:
+    def cache(
+        self,
+        model: Any,
+        budget: int | None = None,
+        policy: EvictionPolicy | None = None,
+        positions: str | None = None,
+    ) -> EvictionCache:
         """A cache for `model` with the policy, or with `policy` in its place."""
         limit = (self.budget if budget is None else budget) if self.policy.bounded else None
-        return EvictionCache(model, policy or self.policy, limit, prefix=0)
+        return EvictionCache(model, policy or self.policy, limit, prefix=0, positions=positions)
 
     def tried(self, what: str, budget: int | None = None) -> str:
         """The policy, the budget and `what` was done with them, for a message."""
@@ -198,8 +204,8 @@ def compare_runs(tried: str, why: str, found: Run, wanted: Run, rows: Sequence[i
     take = list(range(found.tokens.shape[0])) if rows is None else list(rows)
     compare_held(tried, why, found.held(), [[layer[row] for row in take] for layer in wanted.held()])
     for layer in found.layers:
-        theirs = wanted.cache.scores(layer)
-        for name, score in found.cache.scores(layer).items():
+        theirs = wanted.cache.scores(layer) | wanted.cache.head_state(layer)
+        for name, score in (found.cache.scores(layer) | found.cache.head_state(layer)).items():
             # Scores are promised in float32, and a policy may compute them in it whatever the model's type.
             compare_values(tried, f"{name} of layer {layer}", why, score, theirs[name][take], tolerance=1e-6)
     real = slice(None) if found.mask is None else found.mask.bool()

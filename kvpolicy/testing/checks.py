@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvpolicy.attention import blocks as attention_blocks
-from kvpolicy.policy import EvictionPolicy, View
+from kvpolicy.policy import EvictionPolicy, HeadField, SlotField, View
 from kvpolicy.testing import models
 from kvpolicy.testing.case import (
     Case,
@@ -200,7 +200,8 @@ def keys(case: Case) -> None:
     with torch.no_grad():
         models.feed(model, full, tokens)
     spy = _Keys(case, full.layers[0].keys)
-    Run(model, case.cache(model, policy=Watched.by(spy, case.policy)), tokens, prompt_and_steps(case.prompt())).all()
+    cache = case.cache(model, policy=Watched.by(spy, case.policy), positions="original")
+    Run(model, cache, tokens, prompt_and_steps(case.prompt())).all()
 
 
 class _Keys(Spy):
@@ -306,7 +307,8 @@ class _Shuffled(Spy):
         found = policy.observe(view)
         order = _shuffle(view)
         for name, state in policy.observe(reordered(view, order)).items():
-            self._compare(f"observe(view)[{name!r}]", state, found[name], order, view)
+            if name not in policy.head_fields():
+                self._compare(f"observe(view)[{name!r}]", state, found[name], order, view)
         return found
 
     def ranking(self, policy: EvictionPolicy, view: View) -> tuple[Tensor, ...]:
@@ -530,17 +532,21 @@ def _same(one: Tensor, two: Tensor) -> bool:
 
 @check
 def fields(case: Case) -> None:
-    """observe returns slot fields that are declared, of their shape, summed up in float32 at least."""
-    for name, field in case.policy.slot_fields().items():
+    """observe returns fields that are declared, of their shape, summed up in float32 at least."""
+    for name, field in _declared(case.policy).items():
         if getattr(torch, field.dtype) in (torch.float16, torch.bfloat16):
             raise Violation(
-                case.tried(f"the slot field {name!r}"),
+                case.tried(f"the {field.noun} {name!r}"),
                 'dtype="float32" or "float64": sums of many small numbers stall in lower precision',
                 f'dtype="{field.dtype}"',
             )
     model = models.llama("bfloat16")
     cache = case.cache(model, policy=Watched.by(_Fields(case), case.policy))
     Run(model, cache, models.ids(2, case.prompt() + 4), prompt_and_steps(case.prompt(), 4)).all()
+
+
+def _declared(policy: EvictionPolicy) -> dict[str, SlotField | HeadField]:
+    return {**policy.slot_fields(), **policy.head_fields()}
 
 
 class _Fields(Spy):
@@ -551,12 +557,12 @@ class _Fields(Spy):
 
     def observe(self, policy: EvictionPolicy, view: View) -> Mapping[str, Tensor]:
         found = policy.observe(view)
-        declared = policy.slot_fields()
+        declared = _declared(policy)
         for name, state in found.items():
             if name not in declared:
                 raise Violation(
                     self.case.tried("observe(view)"),
-                    f"slot fields that are declared: {', '.join(declared) or 'none'}",
+                    f"fields that are declared: {', '.join(declared) or 'none'}",
                     f"{name!r}",
                 )
             if state.shape != view[name].shape:
@@ -586,8 +592,8 @@ def dtypes(case: Case) -> None:
         run = Run(model, cache, tokens, prompt_and_steps(prompt, 6), mask).all()
         _finite(tried, run.logits[mask.bool()])
         for layer in run.layers:
-            declared = case.policy.for_layer(layer, models.LAYERS).slot_fields()
-            for name, score in cache.scores(layer).items():
+            declared = _declared(case.policy.for_layer(layer, models.LAYERS))
+            for name, score in (cache.scores(layer) | cache.head_state(layer)).items():
                 if score.dtype != getattr(torch, declared[name].dtype):
                     raise Violation(tried, f"{name!r} in {declared[name].dtype}", str(score.dtype))
 
@@ -637,7 +643,7 @@ class _Devices(Spy):
             found = policy.observe(view)
         for name, state in found.items():
             if maker := made_by(state):
-                self._say(maker, f"the slot field {name!r}")
+                self._say(maker, f"the {_declared(policy)[name].noun} {name!r}")
         return found
 
     def ranking(self, policy: EvictionPolicy, view: View) -> tuple[Tensor, ...]:
@@ -716,8 +722,11 @@ def reference(case: Case) -> None:
 
 
 def _against_rule(case: Case, model: Any, tokens: Tensor, calls: list[int], mask: Tensor | None = None) -> None:
-    """Run the policy; feed each head's rule with the rows of the debugging attention, and compare each decision."""
-    run = Run(model, case.cache(model), tokens, calls, mask)
+    """Run the policy; feed each head's rule with the rows of the debugging attention, and compare each decision.
+
+    Positions are original, whatever the policy says.
+    """
+    run = Run(model, case.cache(model, positions="original"), tokens, calls, mask)
     full = Masked(model)
     rules: dict[tuple[int, int, int], Rule] = {}
     before: list[Held] = []

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from kvpolicy.attention.blocks import Wants
 from kvpolicy.attention.rows import AttentionRows
-from kvpolicy.policy import EvictionPolicy, Need, SlotField, View
+from kvpolicy.policy import EvictionPolicy, HeadField, Need, SlotField, View
 from kvpolicy.storage import Storage
 
 
@@ -55,6 +55,10 @@ class Watched(EvictionPolicy):
         return self.of.selective
 
     @property
+    def rolled(self) -> bool:
+        return self.of.rolled
+
+    @property
     def observes(self) -> bool:
         return self.of.observes
 
@@ -68,6 +72,9 @@ class Watched(EvictionPolicy):
 
     def slot_fields(self) -> dict[str, SlotField]:
         return self.of.slot_fields()
+
+    def head_fields(self) -> dict[str, HeadField]:
+        return self.of.head_fields()
 
     def required(self) -> int:
         return self.of.required()
@@ -108,7 +115,7 @@ _OF_ATTENTION = {"_probs": -1, "_logits": -1, "_sum": -1, "_queries": None, "_po
 
 def tensors_of(view: View) -> dict[str, Tensor]:
     """Every tensor a policy can reach through `view`, by a name for messages."""
-    found = {f"view[{name!r}]": state for name, state in view._fields.items()}
+    found = {f"view[{name!r}]": state for name, state in (*view._fields.items(), *view._heads.items())}
     for name in ("positions", "seen", "budget", "keys", "values", "prefix"):
         found[f"view.{name}"] = getattr(view, name)
     if view.attention is not None:

@@ -381,3 +381,18 @@ def test_a_prefix_stays_under_every_policy(settings, model):
     assert found.cells[1].kept_tokens == 10
     sinks = compare(settings(policies=[{"kind": "streaming_llm", "sinks": 3}], budgets=[10]))
     assert found.cells[1].perplexity == pytest.approx(sinks.cells[1].perplexity)
+
+
+def test_positions_are_those_asked_for(settings, model):
+    """By the command for all, or by a policy for itself; the full cache sees no difference."""
+    rolled = load({"kind": "streaming_llm", "positions": "rolled"})
+    plain = compare(settings(policies=["streaming_llm", rolled], budgets=[6]))
+    asked = compare(settings(policies=["streaming_llm"], budgets=[6], positions="rolled"))
+    assert asked.samples["cache_positions"] == "rolled"
+    full, original, own = plain.cells
+    other, all_rolled = asked.cells
+    assert other.perplexity == pytest.approx(full.perplexity, rel=1e-4)
+    assert all_rolled.perplexity == pytest.approx(own.perplexity, rel=1e-6)
+    assert abs(original.perplexity / own.perplexity - 1) > 1e-3
+    with pytest.raises(KVPolicyError, match="positions='round' is not one of"):
+        compare(settings(positions="round"))

@@ -189,10 +189,12 @@ def test_costs_in_words(model, source, text):
 
 
 def test_every_need_has_words():
-    for need in (Need.ATTENTION_SUM, Need.ATTENTION_ROWS, Need.LOGITS, Need.QUERIES):
+    for need in (Need.ATTENTION_SUM, Need.ATTENTION_ROWS, Need.LOGITS):
         assert need_text(need).endswith("a prompt is attended in blocks, not fused")
         assert need.name not in need_text(need)
     assert need_text(Need.ATTENTION_LAST).startswith("the last row of attention")
+    assert need_text(Need.QUERIES).endswith("unless nothing else is needed")
+    assert need_text(Need.ROTATION).endswith("costs nothing")
 
 
 @pytest.mark.parametrize(

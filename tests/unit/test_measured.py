@@ -30,7 +30,7 @@ from tests.unit.test_step import compiles_once, waits_for_nothing
 LAYERS = 5
 SHARP = {"kind": "cake", "window": 4, "tau1": 0.1, "tau2": 0.15}
 """Layers of tiny models are much alike; here they are told apart all the same."""
-ANEW = ("keydiff", "lagkv", "rkv", "scissorhands")
+ANEW = ("expected_attention", "keydiff", "lagkv", "rkv", "scissorhands")
 """Policies whose scores depend on which tokens are still there, so that cutting twice is not cutting once."""
 
 

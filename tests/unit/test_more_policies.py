@@ -17,7 +17,10 @@ from kvpolicy_plugins.tova import over_heads
 from torch import Tensor
 
 from kvpolicy import EvictionCache, load
+from kvpolicy.attention.rows import AttentionRows
 from kvpolicy.draw import uniform
+from kvpolicy.policy import View
+from kvpolicy.select import survivors
 from kvpolicy.testing import check_policy
 from kvpolicy.testing.case import Case
 from tests import tiny
@@ -42,6 +45,9 @@ SPECS: dict[str, dict[str, Any]] = {
     "cake": {"kind": "cake", "window": 3, "kernel": 3},
     "cake, mean": {"kind": "cake", "window": 4, "gamma": 0, "kernel": 1},
     "cake, one query": {"kind": "cake", "window": 1},
+    "expected_attention": {"kind": "expected_attention", "sinks": 1, "future": 16, "every": 3},
+    "expected_attention, mean": {"kind": "expected_attention", "covariance": False, "values": False, "every": 1},
+    "expected_attention, anew": {"kind": "expected_attention", "sinks": 0, "future": 3, "every": 1, "epsilon": 0.05},
     "h2o, fading": {"kind": "h2o", "decay": 0.8},
     "h2o, mean": {"kind": "h2o", "normalise": "visible"},
     "h2o, fading mean": {"kind": "h2o", "decay": 0.9, "normalise": "visible", "recent": 2},
@@ -306,6 +312,65 @@ def test_ahakv_sharpens_to_the_entropy_of_fewer_tokens() -> None:
     assert entropies[0] == pytest.approx(entropies[1], abs=0.25)
     assert entropies[0] < entropies[2] - 1
     torch.testing.assert_close(sharpened(logits, 4000), logits.softmax(-1))
+
+
+@pytest.mark.parametrize(("values", "kept"), [(True, [0, 1, 3]), (False, [0, 3, 4])])
+def test_expected_attention_without_rotation(values: bool, kept: list[int]) -> None:
+    policy = load({"kind": "expected_attention", "sinks": 0, "values": values})
+    keys = torch.tensor([[1, 0], [0, 2], [-1, 1], [0.5, 0.5], [2, 0], [0, -1]]).view(1, 1, 6, 2)
+    lengths = torch.tensor([1, 2, 1, 1, 0.1, 1]).view(1, 1, 6, 1)
+    side = 0.2**0.5
+    queries = torch.tensor([[9, 9], [2, 0], [0, 0], [1, side], [1, -side]])  # mean (1, 0), covariance diag(.5, .1)
+    seen, positions = torch.tensor([[[8]]], dtype=torch.int32), torch.arange(2, 8, dtype=torch.int32).view(1, 1, 6)
+    fields = {"expected": torch.zeros(1, 1, 6, 1), "scored": torch.full((1, 1, 6), -1, dtype=torch.int32)}
+    heads = {name: torch.zeros(1, 1, *of.sized(GROUPLESS)) for name, of in policy.head_fields().items()}
+    for rows in (slice(0, 2), slice(2, 4), slice(4, 5)):  # of which the first is among the first four of the text
+        block, final = queries[rows].view(1, 1, 1, -1, 2), rows.stop == 5
+        attention = AttentionRows(
+            torch.arange(3, 8)[rows].view(1, 1, -1, 1), queries=block, unrotated=lambda block=block: block, final=final
+        )
+        view = View(fields, positions, seen, 3, keys, lengths, attention=attention, heads=heads)
+        found = policy.observe(view)
+        fields |= {name: state for name, state in found.items() if name in fields}
+        heads |= {name: state for name, state in found.items() if name in heads}
+    assert heads["count"].item() == 4
+    view = View(fields, positions, seen, 3, keys, lengths, heads=heads)
+    priority, _ = policy.priority(view)
+    expected = torch.tensor([0.173, 0.083, 0.043, 0.112, 0.511, 0.077])
+    weighed = expected * lengths.flatten() if values else expected
+    torch.testing.assert_close(priority.flatten(), weighed, atol=1e-3, rtol=0)
+    _, stay = survivors(policy.ranking(view), view, 3)
+    assert (stay.flatten() - 2).tolist() == kept
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_expected_attention_is_of_the_text_where_positions_are_rolled(every: int) -> None:
+    """Until something is evicted, scores do not depend on how keys are held."""
+    model, tokens = tiny.family("llama"), tiny.ids(2, 40)
+    policy = {"kind": "expected_attention", "every": every}
+    caches = [EvictionCache(model, policy, 64, positions=how) for how in ("original", "rolled")]
+    with torch.no_grad():
+        for part in tokens.split([20, 8, *[1] * 12], 1):
+            for cache in caches:
+                model(part, use_cache=True, **tiny.cache_argument(cache))
+    for layer in range(2):
+        torch.testing.assert_close(*(cache.scores(layer) for cache in caches), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(*(cache.head_state(layer) for cache in caches), rtol=1e-5, atol=1e-5)
+
+
+def test_expected_attention_scores_what_was_scored_longest_ago() -> None:
+    model = tiny.family("llama")
+    cache = EvictionCache(model, {"kind": "expected_attention", "every": 4}, 64)
+    with torch.no_grad():
+        for part in tiny.ids(1, 26).split([20, *[1] * 6], 1):
+            model(part, use_cache=True, **tiny.cache_argument(cache))
+    # One in four, rounded up, and the newcomer of each step is one of them.
+    by_step = {23: [*range(10, 15), 22], 24: [*range(15, 20), 23], 25: [*range(5), 20, 24], 26: [*range(5, 10), 21, 25]}
+    scored = cache.scores(0)["scored"][0, 0].tolist()
+    assert {step: [p for p, when in enumerate(scored) if when == step] for step in sorted(set(scored))} == by_step
+
+
+GROUPLESS = {"group": 1, "head_dim": 2}
 
 
 def test_tova_joins_heads_by_position() -> None:

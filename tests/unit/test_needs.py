@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvpolicy import EvictionCache, EvictionPolicy, Need, View
 from kvpolicy.attention import blocks
+from kvpolicy.attention.blocks import Wants
 from tests import tiny
 
 
@@ -91,3 +92,17 @@ def test_logits_and_queries(model: Any, rows: Tensor) -> None:
     torch.testing.assert_close(logits.softmax(-1).mean(2), rows)
     queries = torch.cat(shown(model, "queries", Need.QUERIES), -2)
     assert queries.shape == (1, 2, 2, 13, 8)
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "expected"),
+    [
+        ({Need.QUERIES}, {Need.QUERIES, Need.ROTATION}, Wants(queries=True)),
+        ({Need.QUERIES}, set(), Wants(queries=True)),
+        ({Need.QUERIES}, {Need.window(3)}, Wants(blocks=True, window=3)),
+        ({Need.QUERIES}, {Need.ATTENTION_SUM}, Wants(total=True, blocks=True)),
+        ({Need.ROTATION}, {Need.window(3)}, Wants(window=3)),
+    ],
+)
+def test_queries_come_whole_where_nothing_else_is_wanted(one: set[Need], two: set[Need], expected: Wants) -> None:
+    assert Wants.of(one | two) == Wants.of(one) | Wants.of(two) == expected

@@ -27,14 +27,15 @@ def compare(
     budgets: list[int] | None = None,
     alpha: Fraction | None = None,
     reference_of: type[Reference] = Reference,
+    positions: str | None = None,
 ) -> None:
     """Feed `tokens` to both, `calls` tokens at a time; logits and kept positions must agree throughout.
 
     `budgets` is what `budget` comes to in each layer, where it is not the same number for all; `alpha` is that of
     heads divided adaptively.
     """
-    reference = reference_of(model, policy, budgets or budget, alpha)
-    cache = EvictionCache(model, policy, budget=None if policy == "full" else budget)
+    reference = reference_of(model, policy, budgets or budget, alpha, positions == "rolled")
+    cache = EvictionCache(model, policy, budget=None if policy == "full" else budget, positions=positions)
     at = 0
     for count in calls:
         real = None if mask is None else mask[:, : at + count]
@@ -47,9 +48,9 @@ def compare(
         at += count
         assert cache.get_seq_length() == at
         for layer in range(len(cache.layers)):
-            positions = cache.positions(layer)
-            assert bool((positions.diff(dim=-1) >= 0).all())
-            found = [[[p for p in head if p >= 0] for head in row] for row in positions.tolist()]
+            held = cache.positions(layer)
+            assert bool((held.diff(dim=-1) >= 0).all())
+            found = [[[p for p in head if p >= 0] for head in row] for row in held.tolist()]
             assert found == reference.kept(layer), (policy, layer, at)
 
 

@@ -340,7 +340,7 @@ BROKEN: list[tuple[type[EvictionPolicy], str, str]] = [
     (Blockwise, "blocks", r"observe\(\) is a running update"),
     (HalfField, "fields", r"the slot field 'mass'\n.*stall in lower precision\n.*float16"),
     (HalfSum, "fields", r"'mass' in float32.*\n.*bfloat16"),
-    (Undeclared, "fields", r"slot fields that are declared: mass\n.*'mas'"),
+    (Undeclared, "fields", r"fields that are declared: mass\n.*'mas'"),
     (WrongShape, "fields", r"'mass' of shape \[2, 2, 21\]\n.*shape \[2, 2, 1\]"),
     (NotANumber, "dtypes", r"a priority that is a number\n.*NaN in layer 0, row 0, head 0, position 3"),
     (KeepsGraph, "gradients", r"observe\(view\)\['mass'\]\n.*a tensor without a graph"),
