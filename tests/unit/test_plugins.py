@@ -18,8 +18,8 @@ from kvpolicy.policy import EvictionPolicy
 
 FIRST_PARTY = {
     "a2sf", "ahakv", "cake", "expected_attention", "full", "h2o", "heavy", "keydiff", "keyformer", "kivi", "knorm",
-    "lagkv", "lfu", "lru", "nacl", "random", "recent", "rkv", "scissorhands", "sinks", "snapkv", "span", "streaming_llm",
-    "tova", "vatp",
+    "lagkv", "lfu", "lru", "nacl", "random", "recent", "rkv", "scissorhands", "sinks", "snapkv", "span",
+    "streaming_llm", "tova", "vatp",
 }  # fmt: skip
 
 IMPORTS = """
