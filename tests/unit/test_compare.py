@@ -297,6 +297,7 @@ def test_the_file_says_where_numbers_are_from(settings, tmp_path):
     found = json.loads((tmp_path / "a" / "b" / "results.json").read_text())
     assert found["samples"] | {"positions": []} == {
         "count": COUNT, "length": LENGTH, "positions": [], "seed": 0, "scored_from": 8, "prefix": None,
+        "cache_positions": None,
     }  # fmt: skip
     assert found["model"]["parameters"] > 0
     assert found["model"]["dtype"] == "float32"
