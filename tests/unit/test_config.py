@@ -239,7 +239,7 @@ def test_what_is_wrong_in_a_base_is_told_of_the_base():
         "own.yaml:2:8: sinks: must be greater than or equal to 0, not -1",
         "own.yaml:3:13: of.sinks: must be a valid integer, not 'x'",
         "base.yaml:2:6: of.recnt: unknown option 'recnt'; did you mean 'recent'? "
-        "h2o has: recent, sinks, decay, normalise, group",
+        "h2o has: recent, sinks, decay, normalise, group, promote",
         f"root.yaml:5:11: of.recent: {ZERO_TO_ONE}",
         f"root.yaml:6:9: budget: 0 {REMEDY}",
     ]
@@ -263,7 +263,7 @@ def test_a_base_that_is_no_yaml_leaves_the_rest_to_be_told():
     file = wrote(base="kind: [\n", own="extends: base.yaml\nkind: h2o\nrecnt: 1\n")
     assert refusal(file).splitlines() == [
         "own.yaml:3:1: recnt: unknown option 'recnt'; did you mean 'recent'? "
-        "h2o has: recent, sinks, decay, normalise, group",
+        "h2o has: recent, sinks, decay, normalise, group, promote",
         "base.yaml:2:1: is not valid YAML: expected the node content, but found '<stream end>'",
     ]
 
@@ -294,11 +294,14 @@ def test_a_mapping_extends_nothing():
         (
             "kind: h2o\nrecnt: 0.25\n",
             "2:1: recnt: unknown option 'recnt'; did you mean 'recent'? "
-            "h2o has: recent, sinks, decay, normalise, group",
+            "h2o has: recent, sinks, decay, normalise, group, promote",
         ),
-        ("kind: h2o\ntau: 1\n", "2:1: tau: unknown option 'tau'; h2o has: recent, sinks, decay, normalise, group"),
+        (
+            "kind: h2o\ntau: 1\n",
+            "2:1: tau: unknown option 'tau'; h2o has: recent, sinks, decay, normalise, group, promote",
+        ),
         ("kind: full\nsinks: 4\n", "2:1: sinks: unknown option 'sinks'; full has: none"),
-        ("kind: h2o\n5: 1\n", "2:1: 5: unknown option '5'; h2o has: recent, sinks, decay, normalise, group"),
+        ("kind: h2o\n5: 1\n", "2:1: 5: unknown option '5'; h2o has: recent, sinks, decay, normalise, group, promote"),
         ("kind: h2o\nrecent:   2.0\n", f"2:11: recent: {ZERO_TO_ONE}"),
         ("kind: h2o\nrecent: .nan\n", "2:9: recent: must be a finite number, not nan"),
         (
@@ -402,7 +405,8 @@ def test_a_budget_that_cannot_hold_what_is_protected():
         ({}, f"kind: is missing; installed: {KINDS}"),
         (
             {"kind": "h2o", "recnt": 1},
-            "recnt: unknown option 'recnt'; did you mean 'recent'? h2o has: recent, sinks, decay, normalise, group",
+            "recnt: unknown option 'recnt'; did you mean 'recent'? "
+            "h2o has: recent, sinks, decay, normalise, group, promote",
         ),
         (3, "needs a policy: an object, a kind, or a mapping with one; not 3"),
         (None, "needs a policy: an object, a kind, or a mapping with one; not None"),
@@ -452,7 +456,7 @@ def test_errors_in_nested_policies_are_located():
     installed = f"installed: {KINDS.replace('phases', 'pair, phases')}"
     assert refusal(write(text)).splitlines() == [
         "p.yaml:4:3: parts.0.recnt: unknown option 'recnt'; did you mean 'recent'? "
-        "h2o has: recent, sinks, decay, normalise, group",
+        "h2o has: recent, sinks, decay, normalise, group, promote",
         f"p.yaml:6:11: parts.1.parts.0.kind: is missing; {installed}",
         "p.yaml:6:38: parts.1.parts.1.tau: must be greater than 0, not -1",
         f"p.yaml:6:43: parts.1.parts.2: unknown policy 'lru2'; did you mean 'lru'? {installed}",

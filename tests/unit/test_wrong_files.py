@@ -36,7 +36,7 @@ CASES = {
     "typo in an option": (
         "kind: h2o\nrecnt: 0.5\n",
         "own.yaml:2:1: recnt: unknown option 'recnt'; did you mean 'recent'? "
-        "h2o has: recent, sinks, decay, normalise, group",
+        "h2o has: recent, sinks, decay, normalise, group, promote",
     ),
     "wrong type": ("kind: h2o\nsinks: four\n", "own.yaml:2:8: sinks: must be a valid integer, not 'four'"),
     "no value": ("kind: h2o\nsinks:\n", "own.yaml:2:1: sinks: must be a valid integer, not None"),
@@ -133,7 +133,7 @@ CASES = {
     "unknown option in a nested part": (
         "kind: union\nparts:\n- sinks\n- of:\n    kind: protect\n    of: {kind: h2o, recnt: 1}\n",
         "own.yaml:6:21: parts.1.of.of.recnt: unknown option 'recnt'; did you mean 'recent'? "
-        "h2o has: recent, sinks, decay, normalise, group",
+        "h2o has: recent, sinks, decay, normalise, group, promote",
     ),
     "unknown option in a bare part": (
         "kind: union\nparts:\n- kind: protect\n  of: h2o\n  rcent: 3\n",
@@ -152,7 +152,7 @@ CASES = {
     ),
     "unknown option beside a range": (
         "kind: layers\nat:\n  ':50%': {kind: lru, taw: 1}\ndefault: h2o\n",
-        "own.yaml:3:23: at.:50%.taw: unknown option 'taw'; did you mean 'tau'? lru has: tau, recent",
+        "own.yaml:3:23: at.:50%.taw: unknown option 'taw'; did you mean 'tau'? lru has: tau, recent, ties",
     ),
     "a span that ends before it starts": (
         "kind: protect\nspans: [[0, 4], [9, 8]]\nof: h2o\n",
@@ -178,7 +178,7 @@ CASES = {
     ),
     "an option that the kind of a base does not have": (
         {"own.yaml": "extends: base.yaml\ntau: 4\n", "base.yaml": "kind: h2o\n"},
-        "own.yaml:2:1: tau: unknown option 'tau'; h2o has: recent, sinks, decay, normalise, group",
+        "own.yaml:2:1: tau: unknown option 'tau'; h2o has: recent, sinks, decay, normalise, group, promote",
     ),
 }
 
@@ -292,7 +292,7 @@ def test_everything_wrong_is_told_at_once():
         f"own.yaml:4:10: parts.0.take: {SHARE}",
         "own.yaml:5:13: parts.1.tke: unknown option 'tke'; did you mean 'take'? part has: take, of",
         "own.yaml:5:37: parts.1.of.recnt: unknown option 'recnt'; did you mean 'recent'? "
-        "h2o has: recent, sinks, decay, normalise, group",
+        "h2o has: recent, sinks, decay, normalise, group, promote",
         "own.yaml:5:54: parts.1.of.sinks: must be greater than or equal to 0, not -1",
         f"own.yaml:7:3: parts.3: unknown policy 'h2oo'; did you mean 'h2o'? installed: {KINDS}",
         "own.yaml:8:17: budget.share: needs a share above 0.0 and up to 1.0 (0.25 or 25%)",
