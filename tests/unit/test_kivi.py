@@ -549,7 +549,7 @@ def test_one_part_of_several_cannot_say_how_a_layer_is_stored(policy: Any) -> No
 def test_what_cannot_be_meant_is_refused(model: Any) -> None:
     with pytest.raises(ConfigError, match="kivi says itself how a layer is stored"):
         load(kivi(kivi("h2o")))
-    with pytest.raises(ConfigError, match="bits"):
+    with pytest.raises(ConfigError, match="bits: must be 2, 4, 8 or 16, not 3"):
         load({"kind": "kivi", "bits": 3})
     with pytest.raises(BudgetError, match=r"a residual of 12 leaves nothing to quantise; raise the budget or lower"):
         EvictionCache(model, kivi("h2o", residual=12), 12)
