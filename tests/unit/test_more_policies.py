@@ -92,6 +92,7 @@ every = pytest.mark.parametrize("name", list(SPECS))
         ("h2o", {"normalise": "visible", "recent": 0}, [0, 2, 3]),
         ("h2o", {"group": "max", "recent": 1}, [0, 2, 5]),
         ("keyformer", {"noise": "none", "recent": 1}, [0, 2, 5]),
+        ("kivi", {"of": {"kind": "h2o", "recent": 1}}, [0, 2, 5]),
         ("lfu", {"recent": 1}, [0, 2, 5]),
         ("tova", {}, [0, 3, 5]),
         ("tova", {"heads": "each"}, [0, 3, 5]),
