@@ -616,8 +616,12 @@ def test_a_comparison_shows_bytes(tmp_path: Any, monkeypatch: Any, capsys: pytes
     words = ["--model", folder.save_model(tmp_path / "model"), "--text", folder.save_text(tmp_path / "text.txt")]
     mine = tmp_path / "small.yaml"
     mine.write_text("kind: kivi\ngroup: 8\nresidual: 4\nof: h2o\n")
+    idle = tmp_path / "idle.yaml"
+    idle.write_text("kind: kivi\nof: h2o\n")
     size = ["--budgets", "16,20", "--tokens", "120", "--samples", "2", "--out", str(tmp_path / "out")]
-    monkeypatch.setattr("sys.argv", ["kvpolicy", "compare", *map(str, words), "--policies", f"kivi,h2o,{mine}", *size])
+    monkeypatch.setattr(
+        "sys.argv", ["kvpolicy", "compare", *map(str, words), "--policies", f"kivi,h2o,{mine},{idle}", *size]
+    )
     with pytest.raises(SystemExit) as stopped:
         cli.main()
     assert not stopped.value.code
@@ -628,5 +632,7 @@ def test_a_comparison_shows_bytes(tmp_path: Any, monkeypatch: Any, capsys: pytes
     assert small["kept_tokens"] == plain["kept_tokens"] == 16
     assert alone["cache_bytes"] < full["cache_bytes"]
     assert all(math.isfinite(cell["perplexity"]) for cell in found)
+    assert cells[str(idle), 16]["notes"] == ["nothing was quantised, as all is within the residual of 32"]
+    assert not any(cell["notes"] for cell in found if cell["policy"] != str(idle))
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip().startswith("kivi")]
     assert [row[1] for row in rows] == ["–"], "one row, and no budget"
