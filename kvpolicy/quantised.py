@@ -58,6 +58,11 @@ class Quantised(Storage):
         key_ranges, value_ranges = groups * width, groups * self.group * channels.groups
         return 2 * codes + 2 * (key_ranges + value_ranges + self.full(most) * width) * itemsize
 
+    def remark(self, most: int) -> str | None:
+        return (
+            None if most > self.residual else f"nothing was quantised, as all is within the residual of {self.residual}"
+        )
+
 
 # -- numbers ---------------------------------------------------------------------------------------------------
 

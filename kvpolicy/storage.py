@@ -30,3 +30,7 @@ class Storage:
     def nbytes(self, held: int, most: float, width: int, itemsize: int) -> int:
         """Bytes that keys and values of such a head take; `width` is that of a key, `itemsize` that of a number."""
         raise NotImplementedError(f"{type(self).__name__} must define nbytes()")
+
+    def remark(self, most: int) -> str | None:
+        """What a comparison should point out where no head held more than `most` tokens."""
+        return None

@@ -136,7 +136,8 @@ def _message(details: Any, owner: Model | None) -> str:
         least, most = details["ctx"].get("min_length"), details["ctx"].get("max_length")
         text = f"must have at {f'least {least}' if kind == 'too_short' else f'most {most}'}, not {len(value)}"
     elif text.startswith("Input should "):
-        text = text.removeprefix("Input should ").replace("be ", "must be ", 1).split(", ")[0]
+        text = text.removeprefix("Input should ").replace("be ", "must be ", 1)
+        text = text if kind == "literal_error" else text.split(", ")[0]  # what can be chosen, or why it cannot be read
         text += f", not {shown(value)}"
         if kind == "literal_error" and isinstance(value, str):
             text += did_you_mean(value, details["ctx"]["expected"].split("'")[1::2])

@@ -17,6 +17,7 @@ from kvpolicy_plugins.h2o import H2O
 from kvpolicy_plugins.heavy import Heavy
 from kvpolicy_plugins.keydiff import KeyDiff
 from kvpolicy_plugins.keyformer import Keyformer
+from kvpolicy_plugins.kivi import KIVI
 from kvpolicy_plugins.knorm import Knorm
 from kvpolicy_plugins.lagkv import LagKV
 from kvpolicy_plugins.lfu import LFU
@@ -60,6 +61,7 @@ simple: Strategy = st.one_of(
     st.builds(ExpectedAttention, future=counts, every=counts, covariance=st.booleans(), epsilon=st.floats(0, 1)),
     st.builds(Keyformer, start=positive, end=positive, noise=st.sampled_from(["gumbel", "none"])),
     st.builds(LagKV, lag=st.integers(2, 99), compare=st.sampled_from(["lag", "all"])),
+    st.builds(KIVI, bits=st.sampled_from([2, 4, 8, 16]), residual=tokens),
     st.builds(NACL, proxies=counts, drawn=shares, seed=st.integers(-(2**63), 2**63)),
     st.builds(RKV, window=counts, weight=st.floats(0, 1), alike=st.floats(-1, 1)),
     st.builds(Scissorhands, window=counts, recent=shares),
@@ -84,7 +86,8 @@ def _blended(parts: list[Weighted], normalise: str) -> Blend:
 
 def compositions(inner: Strategy) -> Strategy:
     """Every combinator, of policies from `inner`."""
-    choosers = inner.filter(_evicts_at_once)
+    plain = inner.filter(lambda policy: policy.storage is None)
+    choosers = plain.filter(_evicts_at_once)
     takes = st.none() | tokens | st.floats(0, 0.25)  # shares of up to four parts, which are one at most
     parts = st.builds(Part, take=takes, of=choosers) | choosers
     weighted = st.builds(Weighted, of=choosers, weight=positive) | st.builds(Weighted, of=choosers)
@@ -92,11 +95,12 @@ def compositions(inner: Strategy) -> Strategy:
         st.builds(Union, parts=st.lists(parts, min_size=1, max_size=4)),
         st.builds(_blended, st.lists(weighted, min_size=1, max_size=3), st.sampled_from(["rank", "zscore", "sum"])),
         st.builds(Cascade, narrow=choosers, to=counts | st.floats(1, 100), pick=choosers),
-        st.builds(Phases, prefill=inner, decode=inner),
+        st.builds(Phases, prefill=plain, decode=plain),
         st.builds(Layers, at=st.dictionaries(ranges, inner, min_size=1, max_size=3), default=inner),
         st.builds(Protect, sinks=tokens, recent=shares, spans=st.lists(counts, max_size=5).map(_spans), of=inner),
         st.builds(Protect, prefix=st.booleans(), of=inner),
         st.builds(Every, tokens=counts, of=inner),
+        st.builds(KIVI, bits=st.sampled_from([2, 4, 8, 16]), group=counts, residual=tokens, of=plain),
     )
 
 

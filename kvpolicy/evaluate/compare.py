@@ -289,6 +289,8 @@ def _name(cell: Cell) -> tuple[str, str]:
 
 
 def _notes(run: Run, found: Measurement) -> Iterator[str]:
+    if (storage := run.policy.storage) is not None and (remark := storage.remark(found.kept)):
+        yield remark
     if run.budget is None:
         return
     if found.fewest == found.seen:

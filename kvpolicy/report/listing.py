@@ -57,6 +57,8 @@ def _options(policy: type[EvictionPolicy]) -> str:
 
 def _default(field: Any) -> str:
     value = field.get_default(call_default_factory=True)
+    if isinstance(value, EvictionPolicy):
+        return value.kind
     return "(required)" if value is PydanticUndefined else repr(value)
 
 

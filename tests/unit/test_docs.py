@@ -69,7 +69,8 @@ def _quoted(cell: str) -> list[str]:
 
 def in_code(of: type[BaseModel]) -> dict[str, Any]:
     fields = {name: field for name, field in of.model_fields.items() if name != "kind"}
-    return {name: "required" if its.is_required() else its.default for name, its in fields.items()}
+    defaults = {name: "required" if its.is_required() else its.default for name, its in fields.items()}
+    return {name: getattr(default, "kind", default) for name, default in defaults.items()}
 
 
 def test_tables_are_up_to_date() -> None:

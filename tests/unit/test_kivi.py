@@ -549,7 +549,7 @@ def test_one_part_of_several_cannot_say_how_a_layer_is_stored(policy: Any) -> No
 def test_what_cannot_be_meant_is_refused(model: Any) -> None:
     with pytest.raises(ConfigError, match="kivi says itself how a layer is stored"):
         load(kivi(kivi("h2o")))
-    with pytest.raises(ConfigError, match="bits"):
+    with pytest.raises(ConfigError, match="bits: must be 2, 4, 8 or 16, not 3"):
         load({"kind": "kivi", "bits": 3})
     with pytest.raises(BudgetError, match=r"a residual of 12 leaves nothing to quantise; raise the budget or lower"):
         EvictionCache(model, kivi("h2o", residual=12), 12)
@@ -616,8 +616,12 @@ def test_a_comparison_shows_bytes(tmp_path: Any, monkeypatch: Any, capsys: pytes
     words = ["--model", folder.save_model(tmp_path / "model"), "--text", folder.save_text(tmp_path / "text.txt")]
     mine = tmp_path / "small.yaml"
     mine.write_text("kind: kivi\ngroup: 8\nresidual: 4\nof: h2o\n")
+    idle = tmp_path / "idle.yaml"
+    idle.write_text("kind: kivi\nof: h2o\n")
     size = ["--budgets", "16,20", "--tokens", "120", "--samples", "2", "--out", str(tmp_path / "out")]
-    monkeypatch.setattr("sys.argv", ["kvpolicy", "compare", *map(str, words), "--policies", f"kivi,h2o,{mine}", *size])
+    monkeypatch.setattr(
+        "sys.argv", ["kvpolicy", "compare", *map(str, words), "--policies", f"kivi,h2o,{mine},{idle}", *size]
+    )
     with pytest.raises(SystemExit) as stopped:
         cli.main()
     assert not stopped.value.code
@@ -628,5 +632,7 @@ def test_a_comparison_shows_bytes(tmp_path: Any, monkeypatch: Any, capsys: pytes
     assert small["kept_tokens"] == plain["kept_tokens"] == 16
     assert alone["cache_bytes"] < full["cache_bytes"]
     assert all(math.isfinite(cell["perplexity"]) for cell in found)
+    assert cells[str(idle), 16]["notes"] == ["nothing was quantised, as all is within the residual of 32"]
+    assert not any(cell["notes"] for cell in found if cell["policy"] != str(idle))
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip().startswith("kivi")]
     assert [row[1] for row in rows] == ["–"], "one row, and no budget"

@@ -59,6 +59,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "keyformer": {"kind": "keyformer", "steps": 20},
     "keyformer, seed": {"kind": "keyformer", "seed": 4, "rows": "shared", "start": 0.5, "end": 3, "steps": 9},
     "keyformer, quiet": {"kind": "keyformer", "noise": "none", "recent": 1},
+    "kivi, all bits": {"kind": "kivi", "bits": 16, "of": {"kind": "h2o", "sinks": 1}},
     "knorm": {"kind": "knorm"},
     "lagkv": {"kind": "lagkv", "lag": 3, "sinks": 2},
     "lagkv, all": {"kind": "lagkv", "lag": 4, "sinks": 0, "compare": "all"},
@@ -91,6 +92,7 @@ every = pytest.mark.parametrize("name", list(SPECS))
         ("h2o", {"normalise": "visible", "recent": 0}, [0, 2, 3]),
         ("h2o", {"group": "max", "recent": 1}, [0, 2, 5]),
         ("keyformer", {"noise": "none", "recent": 1}, [0, 2, 5]),
+        ("kivi", {"of": {"kind": "h2o", "recent": 1}}, [0, 2, 5]),
         ("lfu", {"recent": 1}, [0, 2, 5]),
         ("tova", {}, [0, 3, 5]),
         ("tova", {"heads": "each"}, [0, 3, 5]),
@@ -477,7 +479,7 @@ def test_checks(name: str) -> None:
 
 
 def test_every_rule_is_tried() -> None:
-    assert {spec["kind"] for spec in SPECS.values()} == {*MORE, "h2o", "lru", "snapkv", "vatp", "union"}
+    assert {spec["kind"] for spec in SPECS.values()} == {*MORE, "h2o", "kivi", "lru", "snapkv", "vatp", "union"}
 
 
 @every
