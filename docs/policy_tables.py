@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 from importlib.metadata import entry_points
 from math import isinf, prod
@@ -74,6 +75,10 @@ class Seen(Spy):
     reads: set[str] = field(default_factory=set)
     protected: list[tuple[int, int]] = field(default_factory=list)
 
+    def select(self, policy: EvictionPolicy, view: View, query: Tensor) -> Tensor | None:
+        self.reads.add("queries")
+        return policy.select(view, query)
+
     def ranking(self, policy: EvictionPolicy, view: View) -> tuple[Tensor, ...]:
         if not view.decoding and view.layer == 0:
             self.protected.append(ends(policy.protected(view), view))
@@ -115,7 +120,7 @@ class Facts:
         seen, model = Seen(), models.llama("float32")
         with suppress(KVPolicyError), seen.noting(), torch.no_grad():  # what wants more than a prompt shows nothing
             for budget in BUDGETS:
-                cache = EvictionCache(model, Watched.by(seen, self.policy), budget if self.policy.bounded else None)
+                cache = EvictionCache(model, Watched.by(seen, self.policy), budget if self.policy.budgeted else None)
                 models.feed(model, cache, models.ids(1, PROMPT))
                 models.feed(model, cache, models.ids(1, 1))
         return seen
@@ -151,18 +156,22 @@ class Facts:
     def nbytes(self) -> str:
         one, two = (self._bytes(group) for group in (1, 2))  # query heads of a KV head
         found = str(one) if one == two else f"{2 * one - two} + {two - one} * group"
-        return self._with_inside([found] * bool(one), "0")
+        fields = self.policy.slot_fields().values()
+        of_keys = sum((Fraction(1, its.every) for its in fields if (its.dtype, its.shape) == AS_KEYS), Fraction(0))
+        return self._with_inside([found] * bool(one) + [f"{of_keys} of a key"] * bool(of_keys), "0")
 
     def _bytes(self, group: int) -> int:
         sizes = {"group": group, "head_dim": 1, "value_dim": 1}
         fields = self.policy.slot_fields().values()
-        return sum(getattr(torch, its.dtype).itemsize * prod(its.sized(sizes)) for its in fields)
+        others = (its for its in fields if (its.dtype, its.shape) != AS_KEYS)
+        return sum(getattr(torch, its.dtype).itemsize * prod(its.sized(sizes)) for its in others)
 
     def _with_inside(self, found: Sequence[str], nothing: str) -> str:
         return ", ".join(["as inside"] * self.wraps + list(found)) or nothing
 
 
-SIGNALS = ("attention", "logits", "queries", "keys", "values", "chance")
+AS_KEYS = ("model", ("head_dim",))
+SIGNALS = ("attention", "logits", "queries", "keys", "values", "output", "chance")
 
 
 def _amount(small: int, large: int) -> str:

@@ -8,14 +8,16 @@ global is patched. A cache that is not ours goes the way it went before.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, ClassVar
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import transformers
-from torch import nn
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from kvpolicy.attention import interface
 from kvpolicy.cache import EvictionCache
@@ -80,6 +82,29 @@ class ModelAdapter:
         if masked == UNKNOWN or passed not in (UNKNOWN, masked):
             return f"{kind} does not mask by the sliding window of its config"
         return None
+
+    def output_projection(self, module: nn.Module) -> nn.Module:
+        """What projects the output of all heads of attention `module`: a linear layer with plain weights.
+
+        Raises:
+            UnsupportedModelError: something else comes in between, or the weights are not there as plain numbers.
+        """
+        kind, name = type(module).__name__, handed(type(module).forward).projected_by
+        if name is None:
+            raise UnsupportedModelError(f"{kind} changes what attention puts out before it is projected")
+        projection = getattr(module, name)
+        if type(projection) not in (nn.Linear, Conv1D):
+            raise UnsupportedModelError(
+                f"{kind}.{name} is a {type(projection).__name__} and no plain linear layer; "
+                "merge adapters, and load the model unquantised"
+            )
+        weight = output_weight(projection)
+        if weight.is_meta or not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
+            raise UnsupportedModelError(
+                f"the weights of {kind}.{name} are not in memory as float32, float16 or bfloat16 "
+                f"({weight.device}, {weight.dtype}); load the model whole and unquantised"
+            )
+        return projection
 
     def check_positions(self, positions: str) -> None:
         """Raise :class:`ConfigError` unless `positions` is a mode of this family."""
@@ -174,10 +199,14 @@ class Attachment:
     """The config of each layer's attention module."""
     owned: bool
 
-    @property
-    def layers(self) -> int:
-        """How many layers of attention the model has."""
-        return len(self.configs)
+    def output(self, layer: int) -> Callable[[], Tensor]:
+        """What gives the weights of a layer's output projection, without holding the model.
+
+        Raises:
+            UnsupportedModelError: there are none to give.
+        """
+        module = self.adapter.attention_modules(self.model)[layer]
+        return partial(_output_of, ref(self.adapter.output_projection(module)))
 
     def __enter__(self) -> Attachment:
         return self
@@ -185,6 +214,18 @@ class Attachment:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.owned:
             detach(self.model)
+
+
+def output_weight(projection: Any) -> Tensor:
+    """The weights of a linear layer, ``[hidden, query_heads * value_dim]``."""
+    weight: Tensor = projection.weight.detach()
+    return weight.T if isinstance(projection, Conv1D) else weight
+
+
+def _output_of(projection: ref[nn.Module]) -> Tensor:
+    if (there := projection()) is None:
+        raise NotAttachedError("the output projection of the model was exchanged: make a new EvictionCache for it")
+    return output_weight(there)
 
 
 def attach(model: nn.Module) -> Attachment:

@@ -143,12 +143,12 @@ class Budget(BaseModel):
 
 @dataclass(frozen=True)
 class LayerBudget:
-    """The budget of one layer among those that evict."""
+    """The budget of one layer among those that have one."""
 
     budget: Budget
     layer: int
     layers: tuple[int, ...]
-    """Indices of the layers that evict."""
+    """Indices of the layers that have a budget."""
     of: int
     """How many layers the model has."""
     prompt: int | None = None
@@ -172,7 +172,7 @@ def layer_budgets(
 ) -> list[tuple[EvictionPolicy, LayerBudget | None]]:
     """Policy and budget of each layer, checked as far as that is possible before the prompt is known.
 
-    A layer whose policy evicts nothing has no budget, unless it is so in all layers: then the budget is a limit.
+    A layer whose policy has no use for one (``full``) has no budget, unless no layer has: then the budget is a limit.
 
     Raises:
         BudgetError: a layer's budget cannot hold what its policy must protect.
@@ -186,13 +186,13 @@ def layer_budgets(
             f"budget.{divided_by_attention}: {policy.kind} has layers stored in a way of their own, in which KV heads "
             "have the same number of slots and layers are cut once; leave it out, or store them in full"
         )
-    evicting = tuple(layer for layer, own in enumerate(policies) if own.bounded) or tuple(range(layers))
+    having = tuple(layer for layer, own in enumerate(policies) if own.budgeted) or tuple(range(layers))
     divided = [
-        LayerBudget(budget, layer, evicting, layers, prompt) if layer in evicting else None for layer in range(layers)
+        LayerBudget(budget, layer, having, layers, prompt) if layer in having else None for layer in range(layers)
     ]
     if budget.share is None or (prompt is not None and not budget.grows):
         for own, its in zip(policies, divided, strict=True):
-            if its is not None and own.bounded:
+            if its is not None and own.budgeted:
                 _check(own, its, prefix)
     return list(zip(policies, divided, strict=True))
 

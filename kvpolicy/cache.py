@@ -23,13 +23,14 @@ from kvpolicy.attention.blocks import Part, Scoring, Wants, attend, dot, mix
 from kvpolicy.attention.interface import UNORDERED
 from kvpolicy.attention.rows import AttentionRows
 from kvpolicy.budget import Budget, LayerBudget, layer_budgets
-from kvpolicy.errors import BudgetError, ConfigError, NotAttachedError
+from kvpolicy.errors import BudgetError, ConfigError, NotAttachedError, UnsupportedModelError
 from kvpolicy.observer import Observer, installed
-from kvpolicy.policy import EvictionPolicy, HeadField, SlotField, View, as_if_alone
+from kvpolicy.policy import Changed, EvictionPolicy, HeadField, Need, SlotField, View, as_if_alone
 from kvpolicy.rotation import UNKNOWN, Angles, Turn, turns_of
 from kvpolicy.select import lowest, survivors
 
 if TYPE_CHECKING:
+    from kvpolicy.adapter import Attachment
     from kvpolicy.measured import Cascade
 
 EMPTY = -1
@@ -81,7 +82,7 @@ class EvictionCache(Cache):
         config = read(policy)
         self.policy, first = with_prefix(config.policy, prefix)
         self.budget = Budget.parse(budget) if budget is not None else config.budget
-        if self.budget is None and self.policy.bounded:
+        if self.budget is None and self.policy.budgeted:
             raise BudgetError(
                 f"{self.policy.kind} needs a budget: tokens (budget=512) or a share of the prompt (budget=0.25)"
             )
@@ -91,9 +92,17 @@ class EvictionCache(Cache):
         observers = (*installed(), *observers)
         shares = layer_budgets(self.policy, self.budget, len(self._configs), int(first.max()), prompt)
         turns = turns_of(model, attachment.adapter, [policy for policy, _ in shares], positions)
+        _check_kept(self.policy, self.budget, [own for own, _ in shares], turns)
         pools = [
             _kind_of_pool(policy, budget)(
-                policy, budget, index, first, observers, turn, getattr(config, "num_attention_heads", None)
+                policy,
+                budget,
+                index,
+                first,
+                observers,
+                turn,
+                getattr(config, "num_attention_heads", None),
+                _output_for(policy, attachment, index),
             )
             for index, ((policy, budget), turn, config) in enumerate(zip(shares, turns, self._configs, strict=True))
         ]
@@ -130,13 +139,23 @@ class EvictionCache(Cache):
         return self._pool(layer).kept_positions()
 
     def scores(self, layer: int) -> dict[str, Tensor]:
-        """The policy's slot fields in the order of :meth:`positions`, each ``[batch, kv_heads, kept, *shape]``."""
+        """The policy's slot fields in the order of :meth:`positions`, each ``[batch, kv_heads, kept, *shape]``.
+
+        A field that has one entry for several tokens has them in order, the first for a row's first tokens.
+        """
         return self._pool(layer).kept_fields()
 
     def head_state(self, layer: int) -> dict[str, Tensor]:
         """The policy's head fields, each ``[batch, kv_heads, *shape]``."""
         pool = self._pool(layer)
         return {name: state.clone() for name, state in pool.heads.items()}
+
+    def attended(self, layer: int) -> Tensor:
+        """Logical positions that the last decode step attended to, ascending, ``[batch, kv_heads, 1 or group, n]``.
+
+        -1 where a head attended to fewer. They are all that is held, unless the policy selects.
+        """
+        return self._pool(layer).attended_positions()
 
     def nbytes(self) -> int:
         """Bytes allocated for keys, values, positions and the policy's fields, over all layers."""
@@ -157,6 +176,45 @@ def _kind_of_pool(policy: EvictionPolicy, budget: LayerBudget | None) -> type[Sl
     if policy.storage is not None:
         return policy.storage.pool
     return RaggedPool if budget is not None and budget.budget.heads is not None else SlotPool
+
+
+def _check_kept(
+    policy: EvictionPolicy, budget: Budget | None, layers: Sequence[EvictionPolicy], turns: Sequence[Turn]
+) -> None:
+    """Refuse what makes sense only where everything is kept in order, or only where it is not."""
+    if policy.selects and not policy.bounded and budget is not None and (budget.heads or budget.measured):
+        name, allocator = ("heads", budget.heads) if budget.heads else ("layers", budget.measured)
+        raise BudgetError(
+            f"{policy.kind} keeps everything, and {getattr(allocator, 'kind', '')} divides what is kept of a prompt: "
+            f"leave budget.{name} out"
+        )
+    for own, turn in zip(layers, turns, strict=True):
+        if own.selects and turn.rolls:
+            raise ConfigError(
+                f"positions='rolled' renumbers what is left, and {own.kind} chooses by keys as the model rotated them: "
+                "leave positions out"
+            )
+        if own.selects and own.storage is not None:
+            raise ConfigError(f"{own.kind} says how a layer is stored, and selects from it: leave one of the two out")
+        for name, field in own.slot_fields().items():
+            if field.every > 1 and (own.bounded or own.storage is not None):
+                raise ConfigError(
+                    f"{own.kind}: the slot field {name!r} has one entry for {field.every} slots, which only a policy "
+                    "that evicts nothing (bounded = False) can have, in a layer stored as it comes: give it an entry "
+                    "for each"
+                )
+
+
+def _output_for(policy: EvictionPolicy, attachment: Attachment, layer: int) -> Callable[[], Tensor] | None:
+    """Where a policy asks for it, what gives the weights of the output projection of `layer`."""
+    if Need.OUTPUT not in policy.needs:
+        return None
+    try:
+        return attachment.output(layer)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(
+            f"{policy.kind} needs the output projection of layer {layer}: {error}; or choose another policy"
+        ) from None
 
 
 def _positive(value: int, name: str) -> int:
@@ -196,6 +254,7 @@ class SlotPool(CacheLayerMixin):
         observers: Sequence[Observer] = (),
         turn: Turn = UNKNOWN,
         query_heads: int | None = None,
+        output: Callable[[], Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.policy = policy
@@ -207,11 +266,13 @@ class SlotPool(CacheLayerMixin):
         self.turn = turn
         """How the layer rotates, where that matters to the policy or to positions."""
         self._query_heads = query_heads
+        self._output = output
         self._prefix = prefix
         self._declared = policy.slot_fields()
         self._of_heads = policy.head_fields()
         self._observes = policy.observes
         self._bounded = policy.bounded
+        self._selects = policy.selects
         self._rooms = policy.room(decoding=False), policy.room(decoding=True)
         """Tokens beyond the budget that may be held in prefill, and while decoding."""
         self.reset()
@@ -250,6 +311,8 @@ class SlotPool(CacheLayerMixin):
         """Queries of the call under way, as the model rotated them."""
         self.heads: dict[str, Tensor] = {}
         """The policy's head fields, ``[batch, kv_heads, *shape]``."""
+        self._attended: Tensor | None = None
+        """Positions that the last decode step attended to, ``[batch, kv_heads, 1 or group, n]``; ``None``: all held."""
         self._columns: int | None = 0
 
     # -- transformers' interface ---------------------------------------------------------------------------
@@ -258,6 +321,7 @@ class SlotPool(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.score_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         batch, heads = key_states.shape[:2]
+        self.kv_heads = heads
         self._positions = key_states.new_empty((batch, heads, 0), dtype=torch.int32)
         sizes = self._sizes(key_states, value_states)
         self._fields = {
@@ -293,7 +357,7 @@ class SlotPool(CacheLayerMixin):
         return found
 
     def _dtype_of(self, field: SlotField | HeadField) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, field.dtype)
+        dtype: torch.dtype = self.dtype if field.dtype == "model" else getattr(torch, field.dtype)
         return self.score_dtype if dtype == torch.float32 else dtype
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -405,6 +469,7 @@ class SlotPool(CacheLayerMixin):
         self.limits = None if self.limits is None else change(self.limits)
         self.average = change(self.average) if isinstance(self.average, Tensor) else self.average
         self.prefix = change(self.prefix) if isinstance(self.prefix, Tensor) else self.prefix
+        self._attended = None if self._attended is None else change(self._attended)
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         raise ConfigError(
@@ -448,6 +513,14 @@ class SlotPool(CacheLayerMixin):
     def _active(self, state: Tensor) -> Tensor:
         return state if state.shape[2] == self.used else state[:, :, : self.used]
 
+    def _field(self, name: str, part: Part | None = None) -> Tensor:
+        """A slot field as far as slots are in use, or what of it belongs to `part`."""
+        state, slots = self._fields[name], self.used if part is None else part.slots.stop
+        if part is not None:
+            state = state[part.batch, part.heads]
+        entries = self._declared[name].entries(slots)
+        return state if state.shape[2] == entries else state[:, :, :entries]
+
     def dot(self, query: Tensor) -> Tensor:
         """Products of `query` ``[batch, kv_heads, group, 1, head_dim]`` with all keys."""
         return dot(query, self.attended_keys)
@@ -465,6 +538,32 @@ class SlotPool(CacheLayerMixin):
         """The call is over, and what was known for its time is forgotten."""
         self._angles = None
         self._asked = None
+
+    def selected(self, query: Tensor) -> Tensor | None:
+        """Slots that a decode step attends to, ``[batch, kv_heads, 1 or group, n]``, -1 for none; ``None`` is all.
+
+        `query` is ``[batch, kv_heads, group, head_dim]``.
+        """
+        self._attended = None
+        return self.policy.select(self.view(), query) if self._selects and self.decoding else None
+
+    def taken(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values and positions of `slots` ``[batch, kv_heads, choices, n]``.
+
+        They are ``[batch, kv_heads * choices, n, head_dim]`` and ``[batch, kv_heads * choices, n]``; a position is -1
+        where a slot is -1 or empty.
+        """
+        batch, heads, choices, _ = slots.shape
+        first = torch.arange(batch * heads, device=slots.device).view(batch, heads, 1, 1) * self.keys.shape[2]
+        rows = (slots.clamp(min=0) + first).flatten()
+
+        def of(state: Tensor) -> Tensor:
+            found = state.flatten(0, 2).index_select(0, rows)
+            return found.view(batch, heads * choices, slots.shape[-1], *state.shape[3:])
+
+        positions = of(self._positions).masked_fill(slots.flatten(1, 2) < 0, EMPTY)
+        self._attended = positions.unflatten(1, (heads, choices))
+        return of(self.keys), of(self.values), positions
 
     def check_finished(self) -> None:
         """Raise if the last call did not come to its end in our attention function."""
@@ -557,7 +656,9 @@ class SlotPool(CacheLayerMixin):
         else:
             shown = view
         for name, state in self.policy.observe(shown).items() if shown is not None else ():
-            if state is not view[name]:
+            if isinstance(state, Changed):
+                state.put_into(view[name])
+            elif state is not view[name]:
                 view[name].copy_(state)
         for observer in self.observers:
             observer.observed(self.index, view)
@@ -566,7 +667,7 @@ class SlotPool(CacheLayerMixin):
         """What the policy is shown of the slots in use."""
         take = self._active if part is None else part.of
         return View(
-            fields={name: take(state) for name, state in self._fields.items()},
+            fields={name: self._field(name, part) for name in self._fields},
             positions=take(self._positions),
             seen=self.seen if part is None else self.seen[part.batch],
             budget=self._budget(part),
@@ -580,7 +681,15 @@ class SlotPool(CacheLayerMixin):
             prefix=self._of(part, self.prefix),
             turn=self.turn,
             heads=self.heads if part is None else {name: state[part[:2]] for name, state in self.heads.items()},
+            output=None if self._output is None else lambda: self._output_of_heads(part),
+            most=UNBOUNDED if self.limit is None else self.limit,
         )
+
+    def _output_of_heads(self, part: Part | None) -> Tensor:
+        assert self._output is not None
+        weight = self._output()
+        by_head = weight.view(weight.shape[0], self.kv_heads, -1, self.values.shape[-1]).permute(1, 2, 0, 3)
+        return by_head if part is None else by_head[part.heads]
 
     def _budget(self, part: Part | None) -> int | Tensor:
         if self.limits is not None:
@@ -600,7 +709,8 @@ class SlotPool(CacheLayerMixin):
         if self.free is not None:
             self._choose_victim()
         elif not self._bounded:
-            self._refuse_to_exceed(self.used)
+            if not self._selects:
+                self._refuse_to_exceed(self.used)
         elif self.limit is not None and (self.used > self.limit + room or self._rows_differ(room)):
             if self.decoding and self.used == self.limit + 1:
                 self._choose_victim()
@@ -700,7 +810,7 @@ class SlotPool(CacheLayerMixin):
         """Give positions and slot fields `slots` slots, those beyond the used ones empty."""
         self._positions = _grown(self.active_positions, slots, EMPTY)
         self._fields = {
-            name: _grown(self._active(self._fields[name]), slots, field.fill) for name, field in self._declared.items()
+            name: _grown(self._field(name), field.entries(slots), field.fill) for name, field in self._declared.items()
         }
 
     # -- what users ask ------------------------------------------------------------------------------------
@@ -723,7 +833,15 @@ class SlotPool(CacheLayerMixin):
         if not self.is_initialized:
             return {}
         order = self._in_order()
-        return {name: _gathered(self._active(state), order) for name, state in self._fields.items()}
+        return {
+            name: _gathered(self._field(name), order) if field.every == 1 else self._field(name)
+            for name, field in self._declared.items()
+        }
+
+    def attended_positions(self) -> Tensor:
+        if self._attended is None:
+            return self.kept_positions().unsqueeze(2)
+        return self._attended.sort(-1).values.long()
 
     def nbytes(self) -> int:
         if not self.is_initialized:

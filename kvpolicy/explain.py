@@ -63,14 +63,18 @@ class Shape:
         return {"head_dim": self.head_dim, "value_dim": self.head_dim, "group": self.group}
 
     def bytes_of_field(self, field: SlotField | HeadField) -> int:
-        """Bytes of a field in one slot, or in one head."""
+        """Bytes of a field in one slot (or in ``every`` so many), or in one head."""
         dtype = "float64" if (field.dtype, self.dtype) == ("float32", "float64") else field.dtype
-        return math.prod(field.sized(self.sizes)) * _size(dtype)
+        return math.prod(field.sized(self.sizes)) * _size(self.dtype if dtype == "model" else dtype)
 
 
 def _size(dtype: str) -> int:
-    found: torch.dtype = getattr(torch, dtype)
-    return found.itemsize
+    return _dtype(dtype).itemsize
+
+
+def _dtype(name: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, "float32" if name == "model" else name)
+    return found
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,8 @@ class LayerNumbers:
 
     tokens: int | None
     """What a KV head may keep, or the mean where the prompt decides; ``None``: nothing is evicted."""
+    attends: int | None
+    """What a decode step may attend to, where the policy selects that; ``None``: all that is kept."""
     least: int | None
     """What every head may keep for certain, where the prompt decides how much that is."""
     certain: tuple[tuple[int, int], ...]
@@ -183,7 +189,12 @@ class Explanation:
             "layers": [{"layers": layers, **asdict(numbers)} for layers, numbers in self.groups()],
             "needs": [asdict(need) for need in self.needs],
             "slot_fields": {
-                name: {"dtype": field.dtype, "shape": field.shape, "bytes": self.shape.bytes_of_field(field)}
+                name: {
+                    "dtype": field.dtype,
+                    "shape": field.shape,
+                    "bytes": self.shape.bytes_of_field(field),
+                    **({"every": field.every} if field.every > 1 else {}),
+                }
                 for name, field in self.fields.items()
             },
             "head_fields": {
@@ -218,7 +229,7 @@ def explain(
     found = read(source)
     policy, _ = with_prefix(found.policy, prefix)
     given = Budget.parse(budget) if budget is not None else found.budget
-    if given is None and policy.bounded:
+    if given is None and policy.budgeted:
         raise BudgetError(f"{policy.kind} needs a budget: --budget 512 (tokens) or --budget 0.25 (of the prompt)")
     shape, first = Shape.of(config, dtype), prefix or 0
     shares = layer_budgets(policy, given, shape.layers, first, None if given is None or given.grows else prompt)
@@ -263,6 +274,7 @@ class _Layer:
         stay = self._certain(tokens if floor is None else floor)
         return LayerNumbers(
             tokens=tokens,
+            attends=self.budget.resolve(self.prompt) if self.budget and self.policy.selects else None,
             least=self._least(tokens, stay) if floor is None else floor,
             certain=tuple(runs(stay[0, 0].nonzero().flatten().tolist())),
             tree=_tree("", self.policy, tokens, self.prefix),
@@ -275,7 +287,7 @@ class _Layer:
             return None
         tokens = self.budget.resolve(self.prompt)
         if not self.policy.bounded:
-            if self.prompt > tokens:
+            if self.prompt > tokens and not self.policy.selects:
                 raise BudgetError(
                     f"{self.policy.kind} evicts nothing and a prompt of {self.prompt} tokens does not fit its budget "
                     f"of {tokens}; leave the budget out, or choose a policy that evicts"
@@ -321,7 +333,7 @@ class _Layer:
         slots = (1, heads, self.prompt)
         nothing = torch.zeros(()).expand(*slots, self.shape.head_dim)
         fields = {
-            name: torch.full((*slots, *field.sized(self.shape.sizes)), field.fill, dtype=getattr(torch, field.dtype))
+            name: torch.full((*slots, *field.sized(self.shape.sizes)), field.fill, dtype=_dtype(field.dtype))
             for name, field in self.policy.slot_fields().items()
         }
         positions = torch.arange(self.prompt, dtype=torch.int32).expand(slots)
@@ -361,7 +373,8 @@ class _Layer:
             has_free_slot = True
         return Bytes(
             keys_and_values=keys_and_values,
-            slot_fields=slots * heads * sum(self.shape.bytes_of_field(f) for f in self.policy.slot_fields().values()),
+            slot_fields=heads
+            * sum(f.entries(slots) * self.shape.bytes_of_field(f) for f in self.policy.slot_fields().values()),
             bookkeeping=slots * heads * _POSITION + has_free_slot * heads * _FREE_SLOT + _SEEN,
             head_fields=heads * sum(self.shape.bytes_of_field(f) for f in self.policy.head_fields().values()),
         )

@@ -55,6 +55,8 @@ class Need:
     """The query vectors: ``view.attention.queries()``; in blocks where other rows are asked for, else all at once."""
     ROTATION: ClassVar[Need]
     """How the model rotates: ``view.rotation`` and, with QUERIES, ``view.attention.queries(rotated=False)``."""
+    OUTPUT: ClassVar[Need]
+    """The weights of the layer's output projection, ``view.output``. Attention has nothing to do for it."""
 
     @classmethod
     def window(cls, rows: int) -> Need:
@@ -68,6 +70,7 @@ Need.ATTENTION_LAST = Need("attention_rows", 1)
 Need.LOGITS = Need("logits")
 Need.QUERIES = Need("queries")
 Need.ROTATION = Need("rotation", 0)
+Need.OUTPUT = Need("output", 0)
 
 
 Size = int | Literal["head_dim", "value_dim", "group"]
@@ -76,7 +79,11 @@ Size = int | Literal["head_dim", "value_dim", "group"]
 
 @dataclass
 class _Field:
-    """What state is made of. `dtype` is a torch dtype's name; ``float32`` becomes ``float64`` in a float64 model."""
+    """What state is made of.
+
+    `dtype` is a torch dtype's name, and ``float32`` becomes ``float64`` in a float64 model; or ``"model"``, that of
+    keys and values.
+    """
 
     fill: float = 0.0
     dtype: str = "float32"
@@ -97,10 +104,16 @@ class SlotField(_Field):
     """State a policy keeps for every slot: ``[batch, kv_heads, slots, *shape]``.
 
     The cache allocates it, fills it for new tokens, and moves it with its token on eviction, reordering,
-    offloading and saving.
+    offloading and saving. A policy that evicts nothing may have one entry for `every` so many tokens, ``[batch,
+    kv_heads, entries, *shape]``: the first is of a row's positions 0 to ``every - 1``.
     """
 
+    every: int = 1
     noun: ClassVar[str] = "slot field"
+
+    def entries(self, slots: int) -> int:
+        """How many entries there are for so many slots."""
+        return -(-slots // self.every)
 
 
 @dataclass
@@ -119,6 +132,21 @@ def _fields_of(policy: type, kind: type[_F]) -> dict[str, _F]:
     for base in reversed(policy.__mro__):
         found.update({name: of for name, of in vars(base).items() if isinstance(of, kind)})
     return found
+
+
+@dataclass(frozen=True)
+class Changed:
+    """New values of some entries of a slot field, the others as they were: what ``observe`` may return of it."""
+
+    entries: Tensor
+    """Which, ``[batch, kv_heads, n]``, each once; slots, where a field has an entry for each."""
+    values: Tensor
+    """``[batch, kv_heads, n, *shape]``."""
+
+    def put_into(self, state: Tensor) -> None:
+        """Write them to `state` ``[batch, kv_heads, entries, *shape]``."""
+        index = self.entries.view(*self.entries.shape, *(1 for _ in state.shape[3:]))
+        state.scatter_(2, index.expand(*self.entries.shape, *state.shape[3:]), self.values.to(state.dtype))
 
 
 def _share(value: Any) -> Any:
@@ -157,8 +185,8 @@ class View:
     """
 
     __slots__ = (
-        "_fields", "_heads", "_keys", "_offsets", "_scope", "_turn", "_values", "attention", "budget", "candidates",
-        "decoding", "holes", "layer", "positions", "prefix", "seen",
+        "_fields", "_heads", "_keys", "_offsets", "_output", "_scope", "_turn", "_values", "attention", "budget",
+        "candidates", "decoding", "dividing", "holes", "layer", "most", "positions", "prefix", "seen",
     )  # fmt: skip
 
     def __init__(
@@ -177,6 +205,9 @@ class View:
         prefix: int | Tensor = 0,
         turn: Turn | None = None,
         heads: Mapping[str, Tensor] | None = None,
+        output: Callable[[], Tensor] | None = None,
+        dividing: bool = False,
+        most: int | None = None,
     ) -> None:
         self._fields = fields
         self._heads = {} if heads is None else heads
@@ -185,6 +216,7 @@ class View:
         self._offsets = offsets
         self._keys = keys
         self._values = values
+        self._output = output
         self.holes = holes
         """Whether slots may be empty. Where not, the framework saves looking."""
         self.positions = positions
@@ -196,6 +228,8 @@ class View:
 
         A part of a composition is shown its own part of the budget.
         """
+        self.most = budget if most is None and isinstance(budget, int) else most
+        """The largest budget of the batch, a number even where rows differ."""
         self.candidates: Tensor | None = None
         """Slots that a part of a composition has to choose from; ``None`` is all of them."""
         self.layer = layer
@@ -206,6 +240,9 @@ class View:
         """Whether the call brings one token to a cache that holds some: a decode step, rather than prefill."""
         self.prefix = prefix
         """How many first tokens the user of the cache wants kept: an ``int``, or a tensor ``[batch, 1, 1]``."""
+        self.dividing = dividing
+        """Whether a ranking is asked for to divide a budget over the heads, whose tokens it compares: then a score
+        says more than who would stay if all heads had the same."""
 
     @property
     def keys(self) -> Tensor:
@@ -236,12 +273,23 @@ class View:
             return keys
         return rotation.turned(keys, rotation.at(positions.clamp(min=0), keys.dtype))
 
+    @property
+    def output(self) -> Tensor:
+        """What the layer's output projection makes of each head's values, ``[kv_heads, group, hidden, value_dim]``.
+
+        Needs ``Need.OUTPUT``.
+        """
+        if self._output is None:
+            raise RuntimeError("view.output is not there: add Need.OUTPUT to the policy's `needs`")
+        return self._output()
+
     def part(self, name: str, budget: Any = None, candidates: Tensor | None = None) -> View:
         """The view for the part `name` of a composition: its own slot fields, its budget, what it may choose from."""
         part = View(
             self._fields, self.positions, self.seen, self.budget if budget is None else budget, self._keys,
             self._values, self.layer, self.attention, self._offsets, self.holes, self.decoding, self.prefix,
             self._turn, self._heads,
+            self._output, self.dividing, self.most,
         )  # fmt: skip
         part._scope = f"{self._scope}{name}."
         part.candidates = self.candidates if candidates is None else candidates
@@ -346,6 +394,9 @@ class EvictionPolicy(BaseModel):
     """Options that protect tokens. Where a user sets one to a number of tokens, the budget must hold it."""
     bounded: ClassVar[bool] = True
     """Whether the policy evicts at all; without a bound no budget is needed."""
+    selects: ClassVar[bool] = False
+    """Whether :meth:`select` chooses what a decode step attends to. Then the budget is of that, and if the policy is
+    not `bounded` everything is kept."""
     selective: ClassVar[bool] = False
     """Whether it may want less than it is allowed: slots ranked as low as can be are not wanted."""
 
@@ -363,6 +414,11 @@ class EvictionPolicy(BaseModel):
     def rolled(self) -> bool:
         """Whether it is meant for rolled positions: ``EvictionCache(positions="rolled")`` if not said otherwise."""
         return False
+
+    @property
+    def budgeted(self) -> bool:
+        """Whether it has a use for a budget."""
+        return self.bounded or self.selects
 
     @property
     def observes(self) -> bool:
@@ -445,13 +501,22 @@ class EvictionPolicy(BaseModel):
 
     # -- what a policy decides -----------------------------------------------------------------------------
 
-    def observe(self, view: View) -> Mapping[str, Tensor]:
-        """New values of slot fields and head fields after the queries in ``view.attention``.
+    def observe(self, view: View) -> Mapping[str, Tensor | Changed]:
+        """New values of fields after the queries in ``view.attention``: all of a field, or those :class:`Changed`.
 
         A long call is observed in several consecutive blocks of queries, a decode step is one row. Written as a
         running update, the outcome is the same either way.
         """
         return {}
+
+    def select(self, view: View, query: Tensor) -> Tensor | None:
+        """Slots that the query of a decode step attends to, int64 ``[batch, kv_heads, 1 or group, n]``.
+
+        Each slot at most once, -1 where a head has fewer than `n`; ``None`` is all. `query` is ``[batch, kv_heads,
+        group, head_dim]``, as the model rotated it, unscaled. Slot fields are as the step before left them: the newest
+        token has not been observed yet, and its slot should be among those selected. Called where `selects` is true.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define select()")
 
     def protected(self, view: View) -> Tensor | None:
         """Mask of slots that must stay; by default the newest token. At most ``view.budget`` of them per head.

@@ -210,7 +210,9 @@ class RaggedPool(SlotPool):
         """Divide the budget over the heads, keep what fits of each, and pack it."""
         assert self.limit is not None and self.budget is not None and self.budget.budget.heads is not None
         view = self.view()
+        view.dividing = True
         ranking = self.policy.ranking(view)
+        view.dividing = False
         even = torch.as_tensor(view.budget, device=self.device).expand(self.seen.shape)
         divided = self.budget.budget.heads.divide(ranking, view, even.long())
         # A row that need not give up anything has nothing to divide.

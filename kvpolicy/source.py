@@ -25,6 +25,8 @@ class Handed:
     """Whether keys and values go there just as the cache returned them."""
     mask_as_given: bool = False
     """Whether the mask goes there just as the model made it."""
+    projected_by: str | None = None
+    """The attribute that what comes back goes through, and nothing else before it but changes of shape."""
 
 
 @cache
@@ -43,6 +45,7 @@ def handed(forward: Callable[..., Any]) -> Handed:
         keywords=frozenset(keyword.arg for call in calls for keyword in call.keywords if keyword.arg),
         as_cached=not changed and all(_names(*call.args[2:4]) == cached for call in calls),
         mask_as_given=not made and all(_names(*_masks(call)) == ["attention_mask"] for call in calls),
+        projected_by=_projection(nodes),
     )
 
 
@@ -172,6 +175,40 @@ def _is_attention(call: ast.Call) -> bool:
 
 def _masks(call: ast.Call) -> list[ast.expr]:
     return [*call.args[4:5], *(k.value for k in call.keywords if k.arg == "attention_mask")]
+
+
+def _projection(nodes: list[ast.AST]) -> str | None:
+    """The first attribute called with what attention returned; ``None`` where it is changed before."""
+    assigned = sorted((n for n in nodes if isinstance(n, ast.Assign)), key=lambda n: n.lineno)
+    output = None
+    for statement in assigned:
+        if isinstance(statement.value, ast.Call) and _is_attention(statement.value):
+            output = _names(*statement.targets)[:1]
+        elif output and (name := _called_with(statement.value, output)):
+            return name
+        elif output and _names(*statement.targets)[:1] == output and not _is_method_of(statement.value, output):
+            return None
+    returned = (n.value for n in nodes if isinstance(n, ast.Return) and n.value is not None)
+    parts = (part for value in returned for part in (value.elts if isinstance(value, ast.Tuple) else [value]))
+    return next((name for part in parts if output and (name := _called_with(part, output))), None)
+
+
+def _called_with(value: ast.expr, output: list[str]) -> str | None:
+    """The name in ``self.name(output)``, where methods of `output` may be called on the way."""
+    if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and len(value.args) == 1):
+        return None
+    is_own = _names(value.func.value) == ["self"]
+    given = value.args[0]
+    return value.func.attr if is_own and (_names(given) == output or _is_method_of(given, output)) else None
+
+
+def _is_method_of(value: ast.expr, output: list[str]) -> bool:
+    """``output.reshape(...).contiguous()`` and the like."""
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+        value = value.func.value
+        if _names(value) == output:
+            return True
+    return False
 
 
 def _is_update(value: ast.expr) -> bool:

@@ -36,11 +36,17 @@ class Rule:
 
     defaults: dict[str, Any] = {}
     selective = False
+    output: list[Tensor]
+    """Of each query head of the group, what projects its output, ``[hidden, value_dim]``."""
 
     def __init__(self, layer: int, row: int, head: int, layers: int = 2, **options: Any) -> None:
         self.place = (layer, row, head, layers)
         self.layer, self.row, self.head = layer, row, head
         self.options = {**self.defaults, **options}
+
+    def told(self, output: list[Tensor]) -> None:
+        """The weights of the output projection; comes first."""
+        self.output = output
 
     def store(self, position: int, key: Tensor, value: Tensor) -> None:
         """Key and value of a new token, as cached. Comes before what its call observes."""
@@ -87,6 +93,10 @@ class Rule:
 
     def room(self, decoding: bool) -> float:
         return 0
+
+    def attends(self, queries: list[Tensor], held: list[int], budget: int) -> list[list[int]]:
+        """What each query head of the group attends to in a decode step; the newest of the `held` is the query's."""
+        return [held] * len(queries)
 
 
 class FullRule(Rule):
@@ -236,6 +246,36 @@ class KeyDiffRule(KeysRule):
 
     def worth(self, position: int, seen: int) -> tuple:
         return -float(torch.cosine_similarity(self.keys[position], self.mean, dim=0)), position
+
+
+class QuestRule(KeysRule):
+    """Pages of positions; what the newest key is like is no matter, as its page is always there."""
+
+    defaults = {"page": 16, "least": 3, "full_layers": 2, "group": "each"}
+
+    def room(self, decoding: bool) -> float:
+        return math.inf
+
+    def attends(self, queries: list[Tensor], held: list[int], budget: int) -> list[list[int]]:
+        layers, page = self.place[3], self.options["page"]
+        if self.layer < min(self.options["full_layers"], layers - 1) or budget >= len(held):
+            return [held] * len(queries)
+        pages = [held[start : start + page] for start in range(0, len(held), page)]
+        bounds = [[self.bound(query, tokens) for tokens in pages[:-1]] for query in queries]
+        if self.options["group"] != "each":
+            join = max if self.options["group"] == "max" else lambda *x: sum(x) / len(x)
+            bounds = [[join(*of_page) if len(of_page) > 1 else of_page[0] for of_page in zip(*bounds, strict=True)]]
+            bounds *= len(queries)
+        count = max(budget // page, self.options["least"]) - 1
+        chosen = [sorted(range(len(pages) - 1), key=lambda i, own=own: -own[i])[:count] for own in bounds]
+        return [sorted(p for i in own for p in pages[i]) + pages[-1] for own in chosen]
+
+    def bound(self, query: Tensor, tokens: list[int]) -> float:
+        total = 0.0
+        for channel, q in enumerate(query.tolist()):
+            numbers = [float(self.keys[p][channel]) for p in tokens]
+            total += max(q * min(numbers), q * max(numbers))
+        return total
 
 
 class RandomRule(Rule):
@@ -567,6 +607,11 @@ class CompositeRule(Rule):
     def made(self, spec: Any) -> Rule:
         return make(spec, *self.place)
 
+    def told(self, output: list[Tensor]) -> None:
+        super().told(output)
+        for part in self.parts:
+            part.told(output)
+
     def store(self, position: int, key: Tensor, value: Tensor) -> None:
         for part in self.parts:
             part.store(position, key, value)
@@ -664,6 +709,25 @@ class VATPRule(CompositeRule, KeysRule):
         return self.parts[0].room(decoding)
 
 
+class CriticalKVRule(VATPRule):
+    """Some by the score alone, the others by it times what the output projection makes of the value."""
+
+    def worth(self, position: int, seen: int) -> tuple:
+        return self.parts[0].worth(position, seen)
+
+    def weighed(self, position: int, seen: int) -> tuple:
+        first, *rest = self.worth(position, seen)
+        moved = [float((weight @ self.values[position]).abs().sum()) for weight in self.output]
+        reach = sum(moved) / len(moved)
+        return first / reach if first < 0 else first * reach, *rest
+
+    def rank(self, held: list[int], seen: int, budget: int, decoding: bool) -> list[int]:
+        first = max(tokens_of(self.options.get("first", 0.5), budget), len(self.stay(held, seen, budget)))
+        chosen = self.parts[0].rank(held, seen, budget, decoding)[:first]
+        rest = [p for p in held if p not in chosen]
+        return chosen + sorted(rest, key=lambda p: (*(-w for w in self.weighed(p, seen)), p))
+
+
 class CascadeRule(CompositeRule):
     def specs(self) -> list[Any]:
         return [self.options["narrow"], self.options["pick"]]
@@ -757,6 +821,7 @@ MORE: dict[str, type[Rule]] = {
     "lagkv": LagKVRule,
     "lfu": LFURule,
     "nacl": NACLRule,
+    "quest": QuestRule,
     "rkv": RKVRule,
     "scissorhands": ScissorhandsRule,
     "tova": TOVARule,
@@ -779,6 +844,7 @@ COMPOSITIONS: dict[str, type[Rule]] = {
     "every": EveryRule,
     "kivi": KIVIRule,
     "vatp": VATPRule,
+    "criticalkv": CriticalKVRule,
 }
 
 
@@ -866,6 +932,12 @@ class Recomputed:
         return (probs @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous(), probs
 
 
+def projections(module: Any, heads: int) -> list[Tensor]:
+    """What projects the output of each query head of an attention module."""
+    found = next(getattr(module, name) for name in ("o_proj", "out_proj", "dense") if hasattr(module, name))
+    return list(found.weight.detach().chunk(heads, dim=1))
+
+
 class Reference:
     """Runs a model under a rule. Call it like the model; read `kept(layer)` as sets of positions."""
 
@@ -941,15 +1013,19 @@ class Reference:
                 there[row, head, :first] = torch.isin(position[row, :first], torch.tensor(held, dtype=torch.int64))
             query, met, key = self.spun.rolled(query, key, there)
         logits = query @ met.repeat_interleave(group, 1).transpose(-1, -2) * scaling
-        logits = logits.masked_fill(~allowed.repeat_interleave(group, 1), torch.finfo(query.dtype).min)
+        each_may = allowed.repeat_interleave(group, 1)
+        if rows == 1 and first:
+            self._select(layer, position, query, each_may, group)
+        logits = logits.masked_fill(~each_may, torch.finfo(query.dtype).min)
         probs = logits.softmax(-1)
         output = (probs @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous()
         mean = probs.double().unflatten(1, (heads, group)).mean(2)
         for row in range(batch):
             each = self._each_head(position[row], allowed[row], probs[row], logits[row], group)
             for head in range(heads):
-                self._store(layer, row, head, position[row], key[row, head, first:], value[row, head, first:])
                 mine = slice(head * group, (head + 1) * group)
+                self._make(layer, row, head, projections(module, query_heads)[mine])
+                self._store(layer, row, head, position[row], key[row, head, first:], value[row, head, first:])
                 for i in range(rows):
                     if self.real[row, first + i]:
                         self.rules[layer, row, head].ask(bare[row, mine, i], scaling, self.spun)
@@ -965,10 +1041,26 @@ class Reference:
     def keep(self, layer: int, position: Tensor, keys: Tensor, values: Tensor, decoding: bool) -> None:
         """The call has ended in `layer`; it brought these keys and values."""
 
-    def _store(self, layer, row, head, position, keys, values) -> None:
+    def _select(self, layer, position, query, allowed, group) -> None:
+        """Hide from each query head of a decode step what its rule does not attend to."""
+        for row, places in enumerate(position.tolist()):
+            if places[-1] < 0:
+                continue
+            for head in range(query.shape[1] // group):
+                mine = list(range(head * group, (head + 1) * group))
+                rule, held = self.rules[layer, row, head], [*self.held[layer, row, head], places[-1]]
+                attended = rule.attends([query[row, h, 0] for h in mine], held, self.budgets[layer])
+                for h, seen in zip(mine, attended, strict=True):
+                    allowed[row, h, 0] &= torch.tensor([p in set(seen) for p in places])
+
+    def _make(self, layer, row, head, output) -> None:
         at = (layer, row, head)
         if at not in self.rules:
             self.rules[at] = make(self.spec, *at, len(self.budgets))
+            self.rules[at].told(output)
+
+    def _store(self, layer, row, head, position, keys, values) -> None:
+        at = (layer, row, head)
         for p, key, value in zip(position[-len(keys) :].tolist(), keys, values, strict=True):
             if p >= 0:
                 self.rules[at].store(p, key, value)

@@ -55,7 +55,7 @@ class Wants:
 
     @classmethod
     def of(cls, needs: Iterable[Need]) -> Wants:
-        needs = set(needs) - {Need.ROTATION}
+        needs = set(needs) - {Need.ROTATION, Need.OUTPUT}
         if needs == {Need.QUERIES}:
             return cls(queries=True)
         rows = needs - {Need.ATTENTION_SUM}
@@ -133,6 +133,8 @@ def _show(pool: SlotPool, query: Tensor, scoring: Scoring) -> None:
 
 def _step(pool: SlotPool, query: Tensor, scoring: Scoring) -> Tensor:
     """One row, all of it at once. `query` is ``[batch, kv_heads, group, 1, head_dim]``."""
+    if (slots := pool.selected(query.squeeze(3))) is not None:
+        return _step_over(pool, query, scoring, slots)
     logits = _logits(pool.dot(query * scoring.scaling), scoring)
     hidden = None
     if pool.holes or scoring.window is not None:
@@ -156,6 +158,45 @@ def _step(pool: SlotPool, query: Tensor, scoring: Scoring) -> Tensor:
         )
         pool.observe(rows)
     return pool.mix(probs)
+
+
+def _step_over(pool: SlotPool, query: Tensor, scoring: Scoring, slots: Tensor) -> Tensor:
+    """One row that sees some `slots` ``[batch, kv_heads, choices, n]``: one choice for a query group, or one a head."""
+    keys, values, held = pool.taken(slots)
+    alike = query.flatten(1, 2).unflatten(1, (keys.shape[1], -1))  # query heads of the same choice
+    logits = _logits(dot(alike * scoring.scaling, keys), scoring)
+    hidden = _hidden(held, pool.query_positions, scoring.window)
+    logits.masked_fill_(hidden, _least(logits))
+    probs = _softmax(logits, scoring.sinks)
+    if pool.wants.nothing:
+        _show(pool, query, scoring)
+    else:
+        pool.observe(_spread(pool, query, scoring, slots, probs, logits, hidden))
+    return mix(probs, values).view(*query.shape[:-1], -1)
+
+
+def _spread(
+    pool: SlotPool, query: Tensor, scoring: Scoring, slots: Tensor, probs: Tensor, logits: Tensor, hidden: Tensor
+) -> AttentionRows:
+    """The statistics of a row that sees some slots, as of all: what it does not see has no probability."""
+    shape = (*query.shape[:3], slots.shape[-1])
+    where = torch.where(slots < 0, pool.used, slots).expand(shape)  # nobody's slot comes after the last
+
+    def over_all(state: Tensor, fill: float) -> Tensor:
+        whole = state.new_full((*shape[:3], pool.used + 1), fill)
+        return whole.scatter_(-1, where, state.reshape(shape))[..., None, :-1]
+
+    seen = over_all(probs, 0.0) * (pool.query_positions >= 0).unsqueeze(2)
+    counts = (~hidden).sum(-1).view(*slots.shape[:3], 1).amax(2, keepdim=True)[..., 0, :, None]
+    return AttentionRows(
+        pool.query_positions,
+        probs=seen,
+        logits=over_all(logits, _least(logits)),
+        queries=query,
+        unrotated=pool.unrotated(),
+        scaling=scoring.scaling,
+        visible=counts.clamp(min=1),
+    )
 
 
 def _walk(pool: SlotPool, query: Tensor, scoring: Scoring, first: int, output: Tensor | None = None) -> None:

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, model_validator
 from torch import Tensor
 
 from kvpolicy.errors import BudgetError
-from kvpolicy.policy import EvictionPolicy, HeadField, Need, Policy, SlotField, View, as_if_alone
+from kvpolicy.policy import Changed, EvictionPolicy, HeadField, Need, Policy, SlotField, View, as_if_alone
 from kvpolicy.storage import Storage
 
 
@@ -23,6 +23,15 @@ class Composite(EvictionPolicy):
     """
 
     demands: ClassVar[tuple[str, ...]] = ()
+    holds_selecting: ClassVar[bool] = False
+    """Whether a part may be one that selects what a step attends to, since it decides of a layer alone."""
+
+    @model_validator(mode="after")
+    def _parts_evict(self) -> Composite:
+        if not self.holds_selecting:
+            for _, part in self.children():
+                _evicting(part)
+        return self
 
     def children(self) -> Iterator[tuple[str, EvictionPolicy]]:
         raise NotImplementedError(f"{type(self).__name__} must define children()")
@@ -65,6 +74,10 @@ class Composite(EvictionPolicy):
         self.storage  # noqa: B018 - says what is wrong
         return self
 
+    @cached_property
+    def selects(self) -> bool:  # type: ignore[override]
+        return any(part.selects for _, part in self.children())
+
     @property
     def rolled(self) -> bool:
         return any(part.rolled for _, part in self.children())
@@ -74,21 +87,22 @@ class Composite(EvictionPolicy):
         return frozenset(need for _, part in self.children() for need in part.needs)
 
     def slot_fields(self) -> dict[str, SlotField]:
-        return {f"{name}.{key}": field for name, part in self.children() for key, field in part.slot_fields().items()}
+        parts = {f"{name}.{key}": field for name, part in self.children() for key, field in part.slot_fields().items()}
+        return {**super().slot_fields(), **parts}
 
     def head_fields(self) -> dict[str, HeadField]:
         return {f"{name}.{key}": field for name, part in self.children() for key, field in part.head_fields().items()}
 
     @cached_property
     def observes(self) -> bool:
-        return any(part.observes for _, part in self.children())
+        return type(self).observe is not Composite.observe or any(part.observes for _, part in self.children())
 
     @cached_property
     def _observing(self) -> list[tuple[str, EvictionPolicy]]:
         return [(name, part) for name, part in self.children() if part.observes]
 
-    def observe(self, view: View) -> Mapping[str, Tensor]:
-        found: dict[str, Tensor] = {}
+    def observe(self, view: View) -> Mapping[str, Tensor | Changed]:
+        found: dict[str, Tensor | Changed] = {}
         for name, part in self._observing:
             if (shown := as_if_alone(view.part(name), part.wants)) is not None:
                 for field, state in part.observe(shown).items():
@@ -115,7 +129,15 @@ class Composite(EvictionPolicy):
                 raise BudgetError(f"{self.kind}.{name}: {error}") from None
 
 
+def _evicting(policy: EvictionPolicy) -> None:
+    if policy.selects:
+        raise ValueError(
+            f"{policy.kind} selects what a step attends to, so it is a layer's only policy: use it alone or in layers"
+        )
+
+
 def _evicting_at_once(policy: EvictionPolicy) -> EvictionPolicy:
+    _evicting(policy)
     if policy.room(True) or policy.room(False):
         raise ValueError(
             f"{policy.kind} decides when to evict, and its parts only what; put it outside (every, phases, layers and "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -19,6 +19,8 @@ class Layers(Composite):
 
     A layer whose policy evicts nothing (``full``) has no budget, and the others share theirs without it.
     """
+
+    holds_selecting: ClassVar[bool] = True
 
     kind: Literal["layers"] = "layers"
     at: Annotated[dict[LayerRange, Policy], Field(min_length=1)]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import AfterValidator, StrictBool, StrictInt
+from pydantic import AfterValidator, StrictBool, StrictInt, model_validator
 from torch import Tensor
 
 from kvpolicy.compose._base import Composite
@@ -45,6 +45,13 @@ class Protect(Composite):
     """The policy for the other tokens."""
 
     demands: ClassVar[tuple[str, ...]] = ("sinks", "recent")
+    holds_selecting: ClassVar[bool] = True
+
+    @model_validator(mode="after")
+    def _something_goes(self) -> Protect:
+        if self.of.selects and not self.of.bounded:
+            raise ValueError(f"{self.of.kind} keeps everything, so there is nothing to protect: leave protect out")
+        return self
 
     def children(self) -> Iterator[tuple[str, EvictionPolicy]]:
         yield "of", self.of
@@ -54,6 +61,8 @@ class Protect(Composite):
 
     def for_layer(self, layer: int, layers: int) -> EvictionPolicy:
         of = self.of.for_layer(layer, layers)
+        if of.selects:  # nothing goes in this layer
+            return of
         if not (isinstance(of, Protect) and isinstance(of.recent, int) and isinstance(self.recent, int)):
             return self.replaced(of=of)
         return Protect.model_construct(

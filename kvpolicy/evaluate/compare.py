@@ -30,7 +30,8 @@ LARGEST_BATCH = 8
 
 BUDGET_RULE = (
     "Tokens kept in every layer, row and KV head after each step, whatever the policy; where a budget is divided "
-    "over layers, their mean. A share is of the tokens of a sample, rounded half up, at least one."
+    "over layers, their mean. A policy that selects what a step attends to keeps everything, and the budget is of what "
+    "it attends to. A share is of the tokens of a sample, rounded half up, at least one."
 )
 PHASE = (
     "decode: the first tokens of each sample, as many as the budget holds, are fed in one call that evicts "
@@ -215,7 +216,7 @@ class _Comparison:
             if all(task.name in cell.tasks for cell in cells):
                 continue
             self.progress.task(task.name)
-            budget = targets[0].budget if run.policy.bounded else None
+            budget = targets[0].budget if run.policy.budgeted else None
             context = Context(
                 model=self.setup.model,
                 tokenizer=self.tokenizer,
@@ -255,6 +256,7 @@ class _Comparison:
             scored_tokens=found.scored,
             sample_perplexities=[exp(nll) for nll in found.sample_nll],
             seconds=found.seconds,
+            attended_tokens=found.attended,
             notes=list(_notes(run, found)),
         )
 
@@ -293,12 +295,21 @@ def _notes(run: Run, found: Measurement) -> Iterator[str]:
         yield remark
     if run.budget is None:
         return
-    if found.fewest == found.seen:
+    if found.attended is not None:
+        yield from _selection_notes(run, found.attended, found.seen)
+    elif found.fewest == found.seen:
         yield "nothing was evicted"
     if run.budget.heads is not None and not run.policy.room(decoding=True):
         yield "all heads kept the same, as they are divided where a prompt is cut and here tokens come one by one"
     if run.budget.measured is not None and run.policy.bounded:
         yield "all layers kept the same, as they are measured where a prompt is cut and here tokens come one by one"
+
+
+def _selection_notes(run: Run, attended: float, seen: int) -> Iterator[str]:
+    what = "some layers keep everything" if run.policy.bounded else "everything is kept, and no bytes are saved"
+    yield f"{what}: a step attends to {attended:.0f} of {seen} tokens at the end, in the layers that select them"
+    if attended > run.targets[0].tokens and attended < seen:
+        yield "that is more than its budget, which the policy does not go below"
 
 
 def _earlier(out: Path, resume: bool, overwrite: bool) -> Results | None:

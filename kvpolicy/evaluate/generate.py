@@ -47,7 +47,7 @@ class Written:
 def generate(request: Request) -> Written:
     """Answer `request`. Greedy unless it has a seed; the global random state is left as it was."""
     config = read(request.policy)  # wrong names and budgets show before a model is loaded
-    if request.budget is None and config.budget is None and config.policy.bounded:
+    if request.budget is None and config.budget is None and config.policy.budgeted:
         raise ConfigError(f"{config.policy.kind} needs a budget: --budget 64 (tokens) or --budget 0.25 (of the prompt)")
     check_model(request.model, request.dtype, request.device)
     if request.threads:

@@ -51,7 +51,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Run:
-    """One measurement, for all budgets that it stands for: any, where the policy evicts nothing."""
+    """One measurement, for all budgets that it stands for: any, where the policy has no use for one."""
 
     name: str
     policy: EvictionPolicy
@@ -60,16 +60,16 @@ class Run:
     @property
     def budget(self) -> Budget | None:
         """The budget to run under."""
-        return self.targets[0].budget if self.policy.bounded else None
+        return self.targets[0].budget if self.policy.budgeted else None
 
     @property
     def label(self) -> str:
         """For people."""
-        return f"{self.name} {self.targets[0]}" if self.policy.bounded else self.name
+        return f"{self.name} {self.targets[0]}" if self.policy.budgeted else self.name
 
     def alike(self) -> list[tuple[Target, ...]]:
         """The budgets that nothing can tell apart: a share of a sample is another one of some other prompt."""
-        return [(target,) for target in self.targets] if self.policy.bounded else [self.targets]
+        return [(target,) for target in self.targets] if self.policy.budgeted else [self.targets]
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Plan:
         targets = {name: _targets(name, given, config.budget, length) for name, config in configs.items()}
         runs = [Run(BASELINE, read(BASELINE).policy, _union(targets.values()))]
         for name, config in configs.items():
-            if not config.policy.bounded:
+            if not config.policy.budgeted:
                 if name != BASELINE:
                     runs.append(Run(name, config.policy, targets[name]))
                 continue

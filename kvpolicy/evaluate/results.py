@@ -56,6 +56,8 @@ class Cell:
     scored_tokens: int
     sample_perplexities: list[float]
     seconds: float
+    attended_tokens: float | None = None
+    """The mean that a query head attended to in the last step, in the layers that select it; ``None``: none does."""
     notes: list[str] = field(default_factory=list)
     tasks: dict[str, dict[str, float]] = field(default_factory=dict)
     """What each task found, by metric."""

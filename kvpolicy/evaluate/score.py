@@ -83,6 +83,8 @@ class Measurement:
     fewest: int = 2**31
     """The fewest."""
     mean_kept: float = 0.0
+    attended: float | None = None
+    """What the last step attended to in the layers that select it: their mean, over query heads too."""
     seen: int = 0
 
 
@@ -165,6 +167,9 @@ def _look_into(cache: EvictionCache, found: Measurement, part: float) -> None:
     found.kept = max(found.kept, int(kept.max()))
     found.fewest = min(found.fewest, int(kept.min()))
     found.mean_kept += float(kept.mean()) * part
+    if selecting := [layer for layer, pool in enumerate(cache.layers) if pool.policy.selects]:
+        counts = [(cache.attended(layer) >= 0).sum(-1).double().mean() for layer in selecting]
+        found.attended = (found.attended or 0.0) + float(sum(counts)) / len(counts) * part
     found.seen = int(cache.get_seq_length())
 
 
@@ -187,7 +192,7 @@ def decode(model: Any, cache: Any, rows: Tensor, first: int) -> Iterator[tuple[i
 
 def _without_eviction(cache: EvictionCache) -> int:
     """How many tokens can be fed before any layer evicts."""
-    budgets = [pool.budget for pool in cache.layers if pool.budget is not None and pool.policy.bounded]
+    budgets = [pool.budget for pool in cache.layers if pool.budget is not None and pool.policy.budgeted]
     return min((budget.resolve(1) for budget in budgets), default=UNBOUNDED)
 
 

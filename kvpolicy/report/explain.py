@@ -14,7 +14,7 @@ from rich.tree import Tree
 
 from kvpolicy.budget import portion
 from kvpolicy.explain import Explanation, LayerNumbers, Part
-from kvpolicy.policy import Need
+from kvpolicy.policy import Need, SlotField
 from kvpolicy.report.kept import ranges, runs_text
 from kvpolicy.report.rows import size
 
@@ -51,6 +51,8 @@ def need_text(need: Need) -> str:
         return "the queries: a prompt is attended in blocks, unless nothing else is needed"
     if need == Need.ROTATION:
         return "how the model rotates queries and keys, which costs nothing"
+    if need == Need.OUTPUT:
+        return "the weights of the output projection: nothing that attention has to do"
     if need.rows is None:
         return f"{NEEDS.get(need.name, need.name)}: a prompt is attended in blocks, not fused"
     rows = "row" if need.rows == 1 else f"{need.rows:,} rows"
@@ -118,12 +120,20 @@ def _allocator(allocator: Any) -> str:
 
 def _overshoot(found: Explanation) -> str:
     if not found.policy.bounded:
-        return "nothing goes"
+        return "\n".join(["nothing goes", *_attended(found)])
     if found.overshoot == math.inf:
         return "what is written stays: the cache grows with it"
     if found.overshoot:
         return f"up to {found.overshoot + 1:,.0f} tokens beyond the budget come before the next cut"
     return "one token goes for each that comes"
+
+
+def _attended(found: Explanation) -> Iterator[str]:
+    """What a step attends to, where policies select it: by how much, and in which layers."""
+    amounts = {layer.attends for layer in found.layers if layer.attends is not None}
+    for tokens in sorted(amounts, reverse=True):
+        layers = [index for index, layer in enumerate(found.layers) if layer.attends == tokens]
+        yield f"in layers {ranges(layers)} a step attends to some {tokens:,} tokens"
 
 
 def _by_structure(found: Explanation) -> list[list[Group]]:
@@ -181,6 +191,11 @@ def _tokens(tokens: int | None) -> str:
     return "all" if tokens is None else f"{tokens:,}"
 
 
+def _field(found: Explanation, name: str, field: SlotField) -> str:
+    each = f" for {field.every} together" if field.every > 1 else ""
+    return f"{name} {found.shape.bytes_of_field(field)}{each}"
+
+
 def _bytes(found: Explanation) -> Iterator[tuple[str, str]]:
     taken, full = found.bytes, found.full_bytes
     share = f"{100 * taken.keys_and_values / full:.1f} %"
@@ -188,7 +203,7 @@ def _bytes(found: Explanation) -> Iterator[tuple[str, str]]:
         "keys and values",
         f"{size(taken.keys_and_values)}, {share} of the {size(full)} of all {found.prompt:,} tokens",
     )
-    fields = ", ".join(f"{name} {found.shape.bytes_of_field(field)}" for name, field in found.fields.items())
+    fields = ", ".join(_field(found, name, field) for name, field in found.fields.items())
     yield "slot fields", f"{size(taken.slot_fields)} (bytes of a slot: {fields})" if fields else "none"
     if found.head_fields:
         fields = ", ".join(f"{name} {found.shape.bytes_of_field(of)}" for name, of in found.head_fields.items())

@@ -12,7 +12,17 @@ from typing import Any
 from kvpolicy.evaluate.plan import BASELINE, given_text
 from kvpolicy.evaluate.results import Cell, Results
 from kvpolicy.report import plot
-from kvpolicy.report.rows import TaskMetric, columns, interval_text, ordered, percent, size, table_rows, task_metrics
+from kvpolicy.report.rows import (
+    TaskMetric,
+    columns,
+    interval_text,
+    ordered,
+    percent,
+    selects,
+    size,
+    table_rows,
+    task_metrics,
+)
 
 _INCREASES = [
     0,
@@ -51,6 +61,10 @@ READING = [
     "<b>Cache bytes</b> are what is allocated at the end for one batch: keys, values, positions, and what "
     "the policy remembers about each token.",
 ]
+SELECTING = (
+    "<b>Attends to</b>: a policy that selects what each step attends to keeps every token. Its budget is of what it "
+    "attends to; what it may save is time, and its cache takes no fewer bytes than the full one."
+)
 LIMITS = [
     "Predicting running text leans on recent tokens. A policy can look good here and still have dropped the "
     "one sentence that a question asks for later.",
@@ -85,7 +99,7 @@ def report(results: Results) -> str:
 <h2>All numbers</h2>
 {_table(results)}
 <h2>How to read this</h2>
-{_list(READING + _about_tasks(results))}
+{_list([*READING, *([SELECTING] if selects(results) else []), *_about_tasks(results)])}
 <h2>What this does not show</h2>
 {_list(LIMITS)}
 <h2>Where the numbers come from</h2>

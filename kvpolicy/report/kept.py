@@ -24,6 +24,10 @@ def kept_report(written: Written) -> Iterator[Any]:
     seen, layers = len(written.tokens), len(counts)
     most = max(int(written.cache.kept(layer).max()) for layer in range(layers))
     yield Text(f"\n{most} of {seen} tokens kept by each of {layers} layers with {heads} heads", style="bold")
+    for layer in range(layers):
+        if written.cache.layers[layer].policy.selects:
+            attended = (written.cache.attended(layer) >= 0).sum(-1).double().mean()
+            yield Text(f"layer {layer} attends to {attended:.0f} of them in the last step", style="dim")
     yield _tokens_table(written.tokens, counts.sum(0).tolist(), layers * heads)
     yield _layers_table(counts, heads)
 

@@ -42,7 +42,13 @@ def table_rows(results: Results) -> list[list[str]]:
 
 def columns(results: Results) -> list[Column]:
     """Those that every comparison has, and one for each metric of its tasks."""
-    return [*COLUMNS, *(metric.column() for metric in task_metrics(results))]
+    selecting = [ATTENDS] if selects(results) else []
+    return [*COLUMNS, *selecting, *(metric.column() for metric in task_metrics(results))]
+
+
+def selects(results: Results) -> bool:
+    """Whether a policy among them selects what a step attends to."""
+    return any(cell.attended_tokens is not None for cell in results.cells)
 
 
 @dataclass(frozen=True)
@@ -157,3 +163,9 @@ COLUMNS = [
     Column("cache", "bytes allocated for one batch at the end", lambda c, f: size(c.cache_bytes)),
     Column("of full", "bytes beside the full cache's", _share, spare=2),
 ]
+ATTENDS = Column(
+    "attends to",
+    "tokens, in the last step and the layers that select them",
+    lambda c, f: "all kept" if c.attended_tokens is None else f"{c.attended_tokens:.0f}",
+)
+"""Shown where a policy selects."""

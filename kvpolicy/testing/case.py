@@ -116,13 +116,13 @@ class Case:
         positions: str | None = None,
     ) -> EvictionCache:
         """A cache for `model` with the policy, or with `policy` in its place."""
-        limit = (self.budget if budget is None else budget) if self.policy.bounded else None
+        limit = (self.budget if budget is None else budget) if self.policy.budgeted else None
         return EvictionCache(model, policy or self.policy, limit, prefix=0, positions=positions)
 
     def tried(self, what: str, budget: int | None = None) -> str:
         """The policy, the budget and `what` was done with them, for a message."""
         limit = self.budget if budget is None else budget
-        with_budget = f"budget {limit}, " if self.policy.bounded else ""
+        with_budget = f"budget {limit}, " if self.policy.budgeted else ""
         return f"{self.policy!r}, {with_budget}{what}"
 
 

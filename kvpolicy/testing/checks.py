@@ -29,7 +29,7 @@ from kvpolicy.testing.case import (
 )
 from kvpolicy.testing.masked import Masked
 from kvpolicy.testing.rule import Rule
-from kvpolicy.testing.spy import Homeless, Spy, Watched, made_by, reordered, tensors_of
+from kvpolicy.testing.spy import Homeless, Spy, Watched, made_by, observed, reordered, tensors_of
 
 Check = Callable[[Case], None]
 
@@ -191,6 +191,49 @@ class _Protection(Spy):
 
 
 @check
+def selection(case: Case) -> None:
+    """A step attends to slots that are there and hold a token, or to none (-1), each once."""
+    if not case.policy.selects:
+        raise NotApplicable("it attends to all that it keeps")
+    model, prompt = models.llama(), case.prompt()
+    tokens, mask = _padded_batch([prompt, 3], steps=6)
+    for ids, real in ((models.ids(2, prompt + 6), None), (tokens, mask)):
+        cache = case.cache(model, policy=Watched.by(_Selected(case), case.policy))
+        run = Run(model, cache, ids, prompt_and_steps(prompt, 6), real).all()
+        _finite(case.tried("decode steps"), run.logits if real is None else run.logits[real.bool()])
+
+
+class _Selected(Spy):
+    """Looks at what is selected."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+
+    def select(self, policy: EvictionPolicy, view: View, query: Tensor) -> Tensor | None:
+        found = policy.select(view, query)
+        if found is not None:
+            self._look(found, view, query)
+        return found
+
+    def _look(self, found: Tensor, view: View, query: Tensor) -> None:
+        tried = self.case.tried(f"select(view, query) in layer {view.layer}")
+        (batch, heads, slots), group = view.positions.shape, query.shape[2]
+        if (
+            found.dtype != torch.int64
+            or found.dim() != 4
+            or found.shape[:3] not in {(batch, heads, 1), query.shape[:3]}
+        ):
+            shape = f"int64 of shape [{batch}, {heads}, 1 or {group}, n]"
+            raise Violation(tried, shape, f"{str(found.dtype).removeprefix('torch.')} of shape {list(found.shape)}")
+        for row, by_head in enumerate(found.tolist()):
+            for head, chosen in enumerate(some for by_query in by_head for some in by_query):
+                own = [slot for slot in chosen if slot != -1]
+                if len(set(own)) < len(own) or any(not 0 <= slot < slots for slot in own):
+                    place = f"row {row}, KV head {head // found.shape[2]}"
+                    raise Violation(tried, f"slots from 0 to {slots - 1}, each once, or -1; {place}", f"{sorted(own)}")
+
+
+@check
 def keys(case: Case) -> None:
     """A slot holds the key of the token at its position: in the first layer, the full cache's."""
     case.must_be_exact()
@@ -292,6 +335,8 @@ def _small_blocks() -> Iterator[None]:
 @check
 def slots(case: Case) -> None:
     """Slots have no order: the same tokens in other slots are worth the same."""
+    if not case.policy.bounded:
+        raise NotApplicable("it evicts nothing: its slots are in the order in which tokens came")
     model = models.llama()
     cache = case.cache(model, policy=Watched.by(_Shuffled(case), case.policy))
     Run(model, cache, models.ids(2, case.prompt() + 10), prompt_and_steps(case.prompt())).all()
@@ -304,9 +349,9 @@ class _Shuffled(Spy):
         self.case = case
 
     def observe(self, policy: EvictionPolicy, view: View) -> Mapping[str, Tensor]:
-        found = policy.observe(view)
+        found = observed(policy, view)
         order = _shuffle(view)
-        for name, state in policy.observe(reordered(view, order)).items():
+        for name, state in observed(policy, reordered(view, order)).items():
             if name not in policy.head_fields():
                 self._compare(f"observe(view)[{name!r}]", state, found[name], order, view)
         return found
@@ -497,7 +542,11 @@ class _Pure(Spy):
         self.case = case
 
     def observe(self, policy: EvictionPolicy, view: View) -> Mapping[str, Tensor]:
-        return self._twice("observe(view)", view, lambda: dict(policy.observe(view)))
+        return self._twice("observe(view)", view, lambda: observed(policy, view))
+
+    def select(self, policy: EvictionPolicy, view: View, query: Tensor) -> Tensor | None:
+        found = self._twice("select(view, query)", view, lambda: _if_any(policy.select(view, query)))
+        return found.get("")
 
     def ranking(self, policy: EvictionPolicy, view: View) -> tuple[Tensor, ...]:
         self._twice("protected(view)", view, lambda: _if_any(policy.protected(view)))
@@ -534,7 +583,7 @@ def _same(one: Tensor, two: Tensor) -> bool:
 def fields(case: Case) -> None:
     """observe returns fields that are declared, of their shape, summed up in float32 at least."""
     for name, field in _declared(case.policy).items():
-        if getattr(torch, field.dtype) in (torch.float16, torch.bfloat16):
+        if field.dtype in ("float16", "bfloat16"):
             raise Violation(
                 case.tried(f"the {field.noun} {name!r}"),
                 'dtype="float32" or "float64": sums of many small numbers stall in lower precision',
@@ -556,7 +605,7 @@ class _Fields(Spy):
         self.case = case
 
     def observe(self, policy: EvictionPolicy, view: View) -> Mapping[str, Tensor]:
-        found = policy.observe(view)
+        found = observed(policy, view)
         declared = _declared(policy)
         for name, state in found.items():
             if name not in declared:
@@ -571,7 +620,7 @@ class _Fields(Spy):
                     f"{name!r} of shape {list(view[name].shape)}",
                     f"shape {list(state.shape)}",
                 )
-            if state.dtype.is_floating_point and state.dtype.itemsize < 4:
+            if declared[name].dtype != "model" and state.dtype.is_floating_point and state.dtype.itemsize < 4:
                 raise Violation(
                     self.case.tried("observe(view) in a bfloat16 model"),
                     f"{name!r} in float32, as view[{name!r}] and view.attention are; convert keys by .float()",
@@ -594,8 +643,9 @@ def dtypes(case: Case) -> None:
         for layer in run.layers:
             declared = _declared(case.policy.for_layer(layer, models.LAYERS))
             for name, score in (cache.scores(layer) | cache.head_state(layer)).items():
-                if score.dtype != getattr(torch, declared[name].dtype):
-                    raise Violation(tried, f"{name!r} in {declared[name].dtype}", str(score.dtype))
+                wanted = dtype if declared[name].dtype == "model" else declared[name].dtype
+                if score.dtype != getattr(torch, wanted):
+                    raise Violation(tried, f"{name!r} in {wanted}", str(score.dtype))
 
 
 class _NoNaN(Spy):
@@ -640,11 +690,15 @@ class _Devices(Spy):
 
     def observe(self, policy: EvictionPolicy, view: View) -> Mapping[str, Tensor]:
         with Homeless(self._say):
-            found = policy.observe(view)
+            found = observed(policy, view)
         for name, state in found.items():
             if maker := made_by(state):
                 self._say(maker, f"the {_declared(policy)[name].noun} {name!r}")
         return found
+
+    def select(self, policy: EvictionPolicy, view: View, query: Tensor) -> Tensor | None:
+        with Homeless(self._say):
+            return policy.select(view, query)
 
     def ranking(self, policy: EvictionPolicy, view: View) -> tuple[Tensor, ...]:
         with Homeless(self._say):
@@ -680,7 +734,7 @@ class _NoGraph(Spy):
         self.case = case
 
     def observe(self, policy: EvictionPolicy, view: View) -> Mapping[str, Tensor]:
-        found = policy.observe(view)
+        found = observed(policy, view)
         self._look({f"observe(view)[{name!r}]": state for name, state in found.items()})
         return found
 

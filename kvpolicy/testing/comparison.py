@@ -30,7 +30,7 @@ def policies(config: pytest.Config) -> dict[str, Config]:
 def check(config: pytest.Config) -> None:
     """Refuse policies and models that are not there."""
     for name, compared in policies(config).items():
-        if compared.policy.bounded:
+        if compared.policy.budgeted:
             try:
                 compared.policy.check(BUDGET)
             except ConfigError as error:
@@ -89,4 +89,4 @@ def test_prefill(compared: Any, compared_model: Any, benchmark: Any) -> None:
 
 
 def _cache(policy: Any, model: Any) -> EvictionCache:
-    return EvictionCache(model, policy, BUDGET if policy.bounded else None, prefix=0)
+    return EvictionCache(model, policy, BUDGET if policy.budgeted else None, prefix=0)

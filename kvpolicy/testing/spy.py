@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from kvpolicy.attention.blocks import Wants
 from kvpolicy.attention.rows import AttentionRows
-from kvpolicy.policy import EvictionPolicy, HeadField, Need, SlotField, View
+from kvpolicy.policy import Changed, EvictionPolicy, HeadField, Need, SlotField, View
 from kvpolicy.storage import Storage
 
 
@@ -22,10 +22,25 @@ class Spy:
     """Called in place of the policy's methods; by default it passes the call on."""
 
     def observe(self, policy: EvictionPolicy, view: View) -> Mapping[str, Tensor]:
-        return policy.observe(view)
+        return observed(policy, view)
+
+    def select(self, policy: EvictionPolicy, view: View, query: Tensor) -> Tensor | None:
+        return policy.select(view, query)
 
     def ranking(self, policy: EvictionPolicy, view: View) -> tuple[Tensor, ...]:
         return policy.ranking(view)
+
+
+def observed(policy: EvictionPolicy, view: View) -> dict[str, Tensor]:
+    """What `policy` returns from ``observe``, whole fields where it returns those entries that changed."""
+    found: dict[str, Tensor] = {}
+    for name, state in policy.observe(view).items():
+        if isinstance(state, Changed):
+            whole = view[name].clone()
+            state.put_into(whole)
+            state = whole
+        found[name] = state
+    return found
 
 
 class Watched(EvictionPolicy):
@@ -49,6 +64,14 @@ class Watched(EvictionPolicy):
     @property
     def bounded(self) -> bool:  # type: ignore[override]
         return self.of.bounded
+
+    @property
+    def selects(self) -> bool:  # type: ignore[override]
+        return self.of.selects
+
+    @property
+    def budgeted(self) -> bool:
+        return self.of.budgeted
 
     @property
     def selective(self) -> bool:  # type: ignore[override]
@@ -96,6 +119,9 @@ class Watched(EvictionPolicy):
 
     def observe(self, view: View) -> Mapping[str, Tensor]:
         return self._spy.observe(self.of, view)
+
+    def select(self, view: View, query: Tensor) -> Tensor | None:
+        return self._spy.select(self.of, view, query)
 
     def protected(self, view: View) -> Tensor | None:
         return self.of.protected(view)

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-import torch
 from pydantic import model_validator
 from torch import Tensor
 
 from kvpolicy.compose import Composite, has_score
 from kvpolicy.policy import EvictionPolicy, Policy, View
 from kvpolicy_plugins._vectors import wide
+from kvpolicy_plugins._weighing import weighed
 
 
 class VATP(Composite):
@@ -49,6 +49,4 @@ class VATP(Composite):
         priority = self.of.priority(view.part("of"))
         first, *rest = priority if isinstance(priority, tuple) else (priority,)
         lengths = wide(view.values).norm(p=1 if self.norm == "l1" else 2, dim=-1)
-        lengths = torch.where(view.valid, lengths, 1.0).clamp(min=torch.finfo(lengths.dtype).tiny)
-        score = first.to(torch.promote_types(first.dtype, lengths.dtype))
-        return torch.where(score < 0, score / lengths, score * lengths), *rest
+        return weighed(first, lengths, view.valid), *rest

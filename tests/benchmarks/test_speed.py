@@ -106,6 +106,16 @@ def test_decode_step_over_dynamic_cache_at_a_fifth(kind: str, rows: int, seen: i
     against(steps(model, ours, rows, 2), steps(model, full, rows, 2), 10, f"DynamicCache after {seen}")
 
 
+@pytest.mark.parametrize("group", ["each", "mean"])
+@pytest.mark.parametrize(("rows", "seen"), [(1, 4096), (8, 2560)])
+def test_decode_step_that_attends_to_an_eighth(group: str, rows: int, seen: int, model: Any, against: Any) -> None:
+    """What selecting gains: a step of Quest that keeps everything, over the growing full cache."""
+    tokens = prompt(rows, seen)
+    ours = filled(model, EvictionCache(model, {"kind": "quest", "group": group}, budget=seen // 8), tokens)
+    full = filled(model, DynamicCache(config=model.config), tokens)
+    against(steps(model, ours, rows, 2), steps(model, full, rows, 2), 10, f"DynamicCache after {seen}")
+
+
 @pytest.mark.parametrize(
     ("kind", "tokens"), [("h2o", 1024), ("h2o", 2048), ("h2o", 4096), ("lru", 2048), ("streaming_llm", 2048)]
 )

@@ -199,6 +199,31 @@ def test_all_is_every_kind_that_needs_no_options():
     assert not {"union", "protect", "span"} & named
 
 
+def test_what_selects_is_said_to_keep_everything(settings):
+    """Its budget is of what a step attends to; each budget is a cell of its own, as for policies that evict."""
+    policy = load({"kind": "quest", "page": 2, "least": 3, "full_layers": 1})
+    found = compare(settings(policies=[policy], budgets=[8, 4]))
+    full, _, eight, four = found.cells
+    assert eight.cache_bytes == four.cache_bytes > full.cache_bytes
+    assert [(c.kept_tokens, c.evictions, c.attended_tokens) for c in (eight, four)] == [(39, 0, 7), (39, 0, 5)]
+    assert full.attended_tokens is None
+    assert eight.kl != four.kl > 0
+    kept = "everything is kept, and no bytes are saved: a step attends to {} of 39 tokens at the end, in the layers "
+    assert eight.notes == [kept.format(7) + "that select them"]
+    assert four.notes == [
+        kept.format(5) + "that select them",
+        "that is more than its budget, which the policy does not go below",
+    ]
+    scored_from = found.samples["scored_from"]
+    assert scored_from == 10
+    model, tokenizer, _ = load_model(settings().model)
+    tokens = tokenizer(load_text(settings().text)[0])["input_ids"]
+    windows, _ = samples(tokens, LENGTH, COUNT, seed=0)
+    mine = log_probs_by_hand(model, windows, policy, 8)[:, scored_from - 1 :]
+    nll = -mine.gather(-1, torch.tensor(windows)[:, scored_from:, None])[..., 0].mean(-1)
+    assert eight.perplexity == pytest.approx(exp(nll.mean()), rel=1e-4)
+
+
 def test_layers_that_evict_nothing_are_not_nothing(settings):
     """Nothing was evicted is said only where it is true of all layers."""
     policy = {"kind": "layers", "at": {"0": "full"}, "default": "lru"}

@@ -51,6 +51,9 @@ def kept_by(model, source, prompt, **options):
 EVEN = [
     ("full", {}),
     ("h2o", {"budget": 40}),
+    ("quest", {"budget": 40}),
+    ({"kind": "quest", "page": 7, "full_layers": 0}, {"budget": 0.25}),
+    ({"kind": "criticalkv", "of": "h2o"}, {"budget": 40}),
     ("h2o", {"budget": 400}),
     ("lru", {"budget": 0.25}),
     ("random", {"budget": 0.1}),
@@ -315,3 +318,15 @@ def test_a_config_that_cannot_be_read_is_one_line(command, tmp_path):
     assert (status, out) == (2, "")
     assert "cannot load the config of model 'model'" in err
     assert err.count("\n") == 1
+
+
+def test_what_selects_keeps_everything_and_attends_to_some(command):
+    words = ["quest", "--prompt-tokens", "400", "--budget", "64"]
+    out = " ".join(command(*words)[1].split())
+    assert "nothing goes in layers 1 a step attends to some 64 tokens" in out
+    assert "low 32 for 16 together, high 32 for 16 together" in out
+    found = json.loads(command(*words, "--json")[1])
+    assert [(layer["layers"], layer["tokens"], layer["attends"]) for layer in found["layers"]] == [
+        ([0], None, None), ([1], None, 64),
+    ]  # fmt: skip
+    assert found["slot_fields"]["low"] == {"dtype": "model", "shape": ["head_dim"], "bytes": 32, "every": 16}

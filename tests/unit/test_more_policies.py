@@ -37,6 +37,13 @@ SPECS: dict[str, dict[str, Any]] = {
         "kind": "union",
         "parts": [{"take": 0.5, "of": "recent"}, {"of": {"kind": "vatp", "of": "heavy"}}],
     },
+    "criticalkv": {"kind": "criticalkv", "of": {"kind": "h2o", "sinks": 1, "recent": 3}},
+    "criticalkv, none first, of ties": {"kind": "criticalkv", "first": 0, "of": {"kind": "lfu", "recent": 2}},
+    "criticalkv of scores below zero": {"kind": "criticalkv", "first": 3, "of": "knorm"},
+    "criticalkv in a union": {
+        "kind": "union",
+        "parts": [{"take": 0.3, "of": "recent"}, {"of": {"kind": "criticalkv", "of": "heavy"}}],
+    },
     "snapkv": {"kind": "snapkv", "window": 3, "kernel": 3},
     "a2sf": {"kind": "a2sf"},
     "a2sf, max": {"kind": "a2sf", "decay": 0.5, "recent": 2, "group": "max"},
@@ -479,7 +486,8 @@ def test_checks(name: str) -> None:
 
 
 def test_every_rule_is_tried() -> None:
-    assert {spec["kind"] for spec in SPECS.values()} == {*MORE, "h2o", "kivi", "lru", "snapkv", "vatp", "union"}
+    others = {"h2o", "kivi", "lru", "snapkv", "vatp", "criticalkv", "union"}
+    assert {spec["kind"] for spec in SPECS.values()} == {*MORE, *others}
 
 
 @every

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpolicy import EvictionPolicy, load, policies
 from kvpolicy.attention.rows import AttentionRows
 from kvpolicy.errors import BudgetError
-from kvpolicy.policy import View, share_of
+from kvpolicy.policy import Changed, View, share_of
 from kvpolicy.select import lowest, survivors
 
 ROWS = [
@@ -35,7 +35,10 @@ class Trace:
         self.policy, self.budget = policy, budget
         self.keys, self.values = keys, values
         self.positions = torch.zeros(1, 1, 0, dtype=torch.int32)
-        self.fields = {name: torch.zeros(1, 1, 0, *field.shape) for name, field in policy.slot_fields().items()}
+        self.fields = {
+            name: torch.zeros(1, 1, 0, *field.sized({"head_dim": 1 if keys is None else keys.shape[-1]}))
+            for name, field in policy.slot_fields().items()
+        }
         self.seen = 0
         self.decoding = False
 
@@ -53,10 +56,11 @@ class Trace:
         self.decoding = len(rows) == 1 and self.seen > 0
         new = torch.arange(self.seen, self.seen + len(rows), dtype=torch.int32).view(1, 1, -1)
         self.positions = torch.cat([self.positions, new], -1)
-        for name, field in self.policy.slot_fields().items():
-            fill = torch.full((1, 1, len(rows), *field.shape), field.fill, dtype=getattr(torch, field.dtype))
-            self.fields[name] = torch.cat([self.fields[name].to(fill.dtype), fill], 2)
         slots = self.positions.shape[-1]
+        for name, field in self.policy.slot_fields().items():
+            before = self.fields[name].to(torch.float32 if field.dtype == "model" else getattr(torch, field.dtype))
+            new_ones = field.entries(slots) - before.shape[2]
+            self.fields[name] = torch.cat([before, before.new_full((1, 1, new_ones, *before.shape[3:]), field.fill)], 2)
         probs = torch.tensor([row + [0.0] * (slots - len(row)) for row in rows])
         visible = torch.tensor([[len(row)] for row in rows])
         self.seen += len(rows)
@@ -71,8 +75,12 @@ class Trace:
             )
             self.update(self.policy.observe(self.view(statistics)))
 
-    def update(self, changed: Mapping[str, Tensor]) -> None:
-        self.fields = {**self.fields, **changed}
+    def update(self, changed: Mapping[str, Tensor | Changed]) -> None:
+        for name, state in changed.items():
+            if isinstance(state, Changed):
+                state.put_into(self.fields[name])
+            else:
+                self.fields[name] = state
 
     def evict(self) -> list[int]:
         if self.policy.bounded and self.positions.shape[-1] > self.budget:

@@ -13,7 +13,7 @@ from rich.console import Console
 from kvpolicy.evaluate.results import Cell, Results
 from kvpolicy.report import plot
 from kvpolicy.report.html import report
-from kvpolicy.report.rows import COLUMNS, ordered, percent, size, table_rows
+from kvpolicy.report.rows import COLUMNS, columns, ordered, percent, size, table_rows
 from kvpolicy.report.table import results_table
 
 
@@ -179,3 +179,14 @@ def test_scales_hold_their_values():
         assert all(scale.low <= value <= scale.high for value, _ in scale.ticks)
     assert plot.linear([0.3, 7.1], str).high == 8
     assert (plot.logarithmic([0.003, 0.2], str).low, plot.logarithmic([0.003, 0.2], str).high) == (0.002, 0.2)
+
+
+def test_what_a_step_attends_to_is_shown_where_a_policy_selects_it(results):
+    assert "attends to" not in report(results).lower()
+    results.cells[3] = replace(results.cells[3], attended_tokens=15.6)
+    rows = table_rows(results)
+    column = [shown.name for shown in columns(results)].index("attends to")
+    assert [row[column] for row in rows if row[0] == "h2o"].count("16") == 1
+    assert {row[column] for row in rows} == {"16", "all kept"}
+    page = report(results)
+    assert "keeps every token" in page and "attends to</th>" in page

@@ -311,6 +311,32 @@ class HoldsMore(Base):
         return 3 if sys._getframe(1).f_code.co_filename.endswith("cache.py") else 0
 
 
+class SelectsTwice(Base):
+    bounded: ClassVar[bool] = False
+    selects: ClassVar[bool] = True
+
+    def select(self, view: View, query: Tensor) -> Tensor:
+        return torch.tensor([0, 1, 1]).expand(*query.shape[:3], -1)
+
+
+class SelectsByMask(SelectsTwice):
+    def select(self, view: View, query: Tensor) -> Tensor:
+        return view.valid.unsqueeze(2)
+
+
+class SelectsFromElsewhere(SelectsTwice):
+    def select(self, view: View, query: Tensor) -> Tensor:
+        return torch.arange(view.positions.shape[-1] + 1).expand(*query.shape[:3], -1)
+
+
+class SelectsAndCounts(SelectsTwice):
+    calls: ClassVar[list[int]] = []
+
+    def select(self, view: View, query: Tensor) -> Tensor:
+        self.calls.append(1)
+        return (view.positions[:, :, None, -1:] - len(self.calls) % 2).long()
+
+
 class WrongRule(MassRule):
     def keep(self, held: list[int], seen: int) -> list[int]:
         return held[-self.budget :]
@@ -348,6 +374,10 @@ BROKEN: list[tuple[type[EvictionPolicy], str, str]] = [
     (Homeless, "devices", r"torch.arange\(..., device=view.positions.device\)\n.*in mul: on a GPU it fails"),
     (Dice, "devices", r"torch.rand without a device, used with tensors of the cache in the slot field 'mass'"),
     (Unreadable, "configuration", r"written as .* and read again"),
+    (SelectsTwice, "selection", r"in layer 0\n.*each once, or -1; row 0, KV head 0\n.*\[0, 1, 1\]"),
+    (SelectsByMask, "selection", r"int64 of shape \[2, 2, 1 or 2, n\]\n.*bool of shape \[2, 2, 1, 22\]"),
+    (SelectsFromElsewhere, "selection", r"slots from 0 to 21, each once"),
+    (SelectsAndCounts, "purity", r"select\(view, query\) asked twice in layer 0\n.*the same answer"),
     (HoldsMore, "bounds", r"at most 1 tokens in every head after call 2 .*\n.*layer 0, row 0, head 0 holds 2"),
 ]  # fmt: skip
 
@@ -382,6 +412,8 @@ def test_a_rule_that_says_otherwise() -> None:
         ("heads", Base(), {"head"}),
         ("padding", load({"kind": "every", "tokens": 3, "of": "h2o"}), ()),
         ("reference", Base(), ()),
+        ("selection", Base(), ()),
+        ("slots", load("full"), ()),
     ],
 )
 def test_checks_that_say_nothing(check: str, policy: EvictionPolicy, draws_by: Any) -> None:
