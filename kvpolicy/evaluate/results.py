@@ -64,8 +64,8 @@ class Cell:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether it keeps every token, whatever the budget, as policies do that only store them in another way."""
-        return self.evictions == 0 and self.kept_tokens > self.budget_tokens
+        """Whether each step attends to every token, whatever the budget, as where they are only stored otherwise."""
+        return self.evictions == 0 and self.kept_tokens > self.budget_tokens and self.attended_tokens is None
 
 
 @dataclass

@@ -20,6 +20,7 @@ from kvpolicy.evaluate.results import Results
 from kvpolicy.evaluate.statistics import increase_interval, t_quantile
 from kvpolicy.evaluate.texts import load_text, samples
 from kvpolicy.report.progress import Progress
+from kvpolicy.report.rows import table_rows
 from tests import folder, tiny
 
 LENGTH, COUNT = 40, 3
@@ -207,6 +208,7 @@ def test_what_selects_is_said_to_keep_everything(settings):
     assert eight.cache_bytes == four.cache_bytes > full.cache_bytes
     assert [(c.kept_tokens, c.evictions, c.attended_tokens) for c in (eight, four)] == [(39, 0, 7), (39, 0, 5)]
     assert full.attended_tokens is None
+    assert [row[1] for row in table_rows(found)] == ["–", "8", "4"], "a row for each budget"
     assert eight.kl != four.kl > 0
     kept = "everything is kept, and no bytes are saved: a step attends to {} of 39 tokens at the end, in the layers "
     assert eight.notes == [kept.format(7) + "that select them"]
