@@ -30,6 +30,7 @@ from kvpolicy.allocator import Allocator, HeadAllocator, LayerAllocator
 from kvpolicy.compose import Composite
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.plugins import Registry
+from kvpolicy.rehearsal import compress
 from kvpolicy.testing import models
 from kvpolicy.testing.spy import Spy, Watched
 
@@ -38,6 +39,8 @@ README, PAGE = ROOT / "README.md", ROOT / "docs" / "policies.md"
 PROMPT, BUDGETS = 700, (300, 600)
 INSIDE = "recent"
 """What wrappers are tried with: a policy that reads nothing but positions."""
+GIVEN: dict[str, dict[str, Any]] = {"duo_attention": {"heads": [[1.0, 0.0]] * models.LAYERS}}
+"""What others are tried with that have to be told something."""
 
 
 # -- what it says of itself ------------------------------------------------------------------------------------
@@ -80,7 +83,7 @@ class Seen(Spy):
         return policy.select(view, query)
 
     def ranking(self, policy: EvictionPolicy, view: View) -> tuple[Tensor, ...]:
-        if not view.decoding and view.layer == 0:
+        if not view.decoding and view.layer == 0 and isinstance(view.budget, int):  # not again, once heads differ
             self.protected.append(ends(policy.protected(view), view))
         return policy.ranking(view)
 
@@ -113,7 +116,7 @@ class Facts:
     def __init__(self, of: type[EvictionPolicy]) -> None:
         self.wraps = issubclass(of, Composite)
         inside = {name: INSIDE for name, option in of.model_fields.items() if option.is_required()}
-        self.policy = of(**inside)
+        self.policy = of(**{**inside, **GIVEN.get(of.model_fields["kind"].default, {})})
 
     @cached_property
     def seen(self) -> Seen:
@@ -121,7 +124,10 @@ class Facts:
         with suppress(KVPolicyError), seen.noting(), torch.no_grad():  # what wants more than a prompt shows nothing
             for budget in BUDGETS:
                 cache = EvictionCache(model, Watched.by(seen, self.policy), budget if self.policy.budgeted else None)
-                models.feed(model, cache, models.ids(1, PROMPT))
+                if cache.awaiting:
+                    compress(model, models.Tokenizer(), cache, models.ids(1, PROMPT))
+                else:
+                    models.feed(model, cache, models.ids(1, PROMPT))
                 models.feed(model, cache, models.ids(1, 1))
         return seen
 
@@ -129,10 +135,13 @@ class Facts:
         return [self.signal(), self.protects(), self.in_prefill(), self.in_decode(), self.nbytes()]
 
     def signal(self) -> str:
-        names = {need.name.partition("_")[0] for need in self.policy.needs} | self.seen.reads
+        needs = {*self.policy.needs, *self.policy.rehearsal_needs}
+        names = {need.name.partition("_")[0] for need in needs} | self.seen.reads
         return self._with_inside([name for name in SIGNALS if name in names], "none")
 
     def protects(self) -> str:
+        if self.policy.own_budget is not None and not self.wraps:
+            return f"everything, or in some heads {self.policy.own_budget} tokens"
         if self.wraps or not self.policy.bounded:
             return "as inside" if self.wraps else "everything"
         if not self.seen.protected:
@@ -146,6 +155,7 @@ class Facts:
         rows = "one row" if wants.window == 1 else f"{wants.window} rows"
         found = ["sums of all queries"] * wants.total
         found += ["rows of all queries"] if wants.blocks else [rows] * bool(wants.window)
+        found += ["a pass after it"] * self.policy.rehearses
         return self._with_inside(found, "nothing")
 
     def in_decode(self) -> str:

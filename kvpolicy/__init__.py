@@ -24,6 +24,7 @@ _HOME = {
     "ModelAdapter": "kvpolicy.adapter",
     "attach": "kvpolicy.adapter",
     "detach": "kvpolicy.adapter",
+    "compress": "kvpolicy.rehearsal",
     "load": "kvpolicy.config",
     "policies": "kvpolicy.plugins",
     "hookimpl": "kvpolicy.hooks",
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from kvpolicy.hooks import hookimpl
     from kvpolicy.plugins import policies
     from kvpolicy.policy import EvictionPolicy, HeadField, Need, Share, SlotField, View
+    from kvpolicy.rehearsal import compress
 
 __all__ = [
     "EvictionCache",
@@ -50,6 +52,7 @@ __all__ = [
     "SlotField",
     "View",
     "attach",
+    "compress",
     "detach",
     "hookimpl",
     "load",

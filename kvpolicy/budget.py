@@ -160,6 +160,11 @@ class LayerBudget:
         fixed = self.prompt is not None and not self.budget.grows
         return fixed or (self.budget.share is None and self.budget.layers is None)
 
+    @property
+    def known(self) -> bool:
+        """Whether it is known before the prompt is."""
+        return self.budget.share is None or (self.prompt is not None and not self.budget.grows)
+
     def resolve(self, seen: int | None) -> int:
         """Tokens of this layer after so many seen (``None``: not known, where tokens are given)."""
         prompt = seen if self.prompt is None or self.budget.grows else self.prompt
@@ -173,28 +178,39 @@ def layer_budgets(
     """Policy and budget of each layer, checked as far as that is possible before the prompt is known.
 
     A layer whose policy has no use for one (``full``) has no budget, unless no layer has: then the budget is a limit.
+    One whose policy has a budget of its own has that.
 
     Raises:
-        BudgetError: a layer's budget cannot hold what its policy must protect.
+        BudgetError: a layer's budget cannot hold what its policy must protect, or nothing goes by `budget`.
     """
     policies = [policy.for_layer(layer, layers) for layer in range(layers)]
-    if budget is None:
-        return [(own, None) for own in policies]
-    divided_by_attention = "heads" if budget.heads is not None else "layers" if budget.measured is not None else None
+    by_attention = budget is not None and {"heads": budget.heads, "layers": budget.measured}
+    divided_by_attention = next((name for name, by in (by_attention or {}).items() if by is not None), None)
     if divided_by_attention and any(own.storage is not None for own in policies):
         raise BudgetError(
             f"budget.{divided_by_attention}: {policy.kind} has layers stored in a way of their own, in which KV heads "
             "have the same number of slots and layers are cut once; leave it out, or store them in full"
         )
-    having = tuple(layer for layer, own in enumerate(policies) if own.budgeted) or tuple(range(layers))
-    divided = [
-        LayerBudget(budget, layer, having, layers, prompt) if layer in having else None for layer in range(layers)
-    ]
-    if budget.share is None or (prompt is not None and not budget.grows):
-        for own, its in zip(policies, divided, strict=True):
-            if its is not None and own.budgeted:
-                _check(own, its, prefix)
+    having = tuple(layer for layer, own in enumerate(policies) if own.budgeted)
+    if budget is not None and not having:
+        if any(own.own_budget is not None for own in policies):
+            raise BudgetError(f"{policy.kind} says by itself how many tokens it keeps: leave the budget out")
+        having = tuple(range(layers))
+    divided = [_own(layer, own, layers) for layer, own in enumerate(policies)]
+    if budget is not None:
+        for layer in having:
+            divided[layer] = LayerBudget(budget, layer, having, layers, prompt)
+    for own, its in zip(policies, divided, strict=True):
+        if its is not None and (own.own_budget is not None or own.budgeted) and its.known:
+            _check(own, its, prefix)
     return list(zip(policies, divided, strict=True))
+
+
+def _own(layer: int, policy: EvictionPolicy, layers: int) -> LayerBudget | None:
+    """The budget that the policy of a layer brings with it."""
+    if policy.own_budget is None:
+        return None
+    return LayerBudget(Budget(tokens=policy.own_budget), layer, (layer,), layers)
 
 
 def _check(policy: EvictionPolicy, its: LayerBudget, prefix: int) -> None:

@@ -9,7 +9,8 @@ the budget with one selection and one gather, layer by layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,8 @@ from kvpolicy.attention.rows import AttentionRows
 from kvpolicy.budget import Budget, LayerBudget, layer_budgets
 from kvpolicy.errors import BudgetError, ConfigError, NotAttachedError, UnsupportedModelError
 from kvpolicy.observer import Observer, installed
-from kvpolicy.policy import Changed, EvictionPolicy, HeadField, Need, SlotField, View, as_if_alone
+from kvpolicy.policy import UNBOUNDED, Changed, EvictionPolicy, HeadField, Need, SlotField, View, as_if_alone
+from kvpolicy.rehearsal import Rehearsal
 from kvpolicy.rotation import UNKNOWN, Angles, Turn, turns_of
 from kvpolicy.select import lowest, survivors
 
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from kvpolicy.measured import Cascade
 
 EMPTY = -1
-UNBOUNDED = 2**31 - 1
 GROWTH = 64
 """Slots are allocated in multiples of this until the budget is reached."""
 
@@ -94,7 +95,7 @@ class EvictionCache(Cache):
         turns = turns_of(model, attachment.adapter, [policy for policy, _ in shares], positions)
         _check_kept(self.policy, self.budget, [own for own, _ in shares], turns)
         pools = [
-            _kind_of_pool(policy, budget)(
+            _kind_of_pool(policy, budget, config)(
                 policy,
                 budget,
                 index,
@@ -108,7 +109,13 @@ class EvictionCache(Cache):
         ]
         if self.budget is not None and self.budget.measured is not None:
             Cascade.over(pools, self.budget.measured)
+        self._prefix = first
+        self.awaiting = tuple(dict.fromkeys(self.policy.rehearsing()))
+        """Policies whose pass over the context is still to come: :func:`kvpolicy.compress` is for that."""
+        self._holds = False
         super().__init__(layers=pools)
+        if self.awaiting:
+            self._check_held()
 
     def expect(self, index: int, config: Any, angles: Any = None) -> SlotPool:
         """Announce a call of the attention of layer `index` of the model with `config`; the pool it will use.
@@ -119,11 +126,86 @@ class EvictionCache(Cache):
             raise ConfigError(
                 "this EvictionCache was made for another model; make one for this: EvictionCache(model, ...)"
             )
+        if self.awaiting and not self._holds:
+            raise ConfigError(
+                f"{self.awaiting[0].kind} chooses by a pass over the context, which is still to come: "
+                "kvpolicy.compress(model, tokenizer, cache, input_ids) first, then generate"
+            )
         pool: SlotPool = self.layers[index]
         self.layers[index - 1].check_finished()
         pool.check_finished()
         pool.announce(angles)
         return pool
+
+    def reset(self) -> None:
+        super().reset()
+        self.awaiting = tuple(dict.fromkeys(self.policy.rehearsing()))
+
+    # -- several calls as one prompt -----------------------------------------------------------------------
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Evict nothing inside, and cut to the budget once at the end: what was read counts as one prompt.
+
+        A policy with a pass over the context is not cut yet; that is what :func:`kvpolicy.compress` does.
+
+        Raises:
+            ConfigError: layers are cut, or stored, in a way that does not go with that.
+        """
+        self._check_held()
+        before, self._holds = self._holds, True
+        for pool in self.layers:
+            pool.held = True
+        try:
+            yield
+        finally:
+            self._holds = before
+            for pool in self.layers:
+                pool.held = before or bool(self.awaiting)
+        if not self.awaiting and not before:
+            self._cut()
+
+    def _check_held(self) -> None:
+        if self.budget is not None and self.budget.measured is not None:
+            raise ConfigError(
+                f"budget.layers: {self.budget.measured.kind} divides while a prompt is read, and a cache that is held "
+                f"({self.policy.kind}) is cut after that: take another allocator"
+            )
+        if any(pool.policy.storage is not None for pool in self.layers):
+            raise ConfigError(
+                f"{self.policy.kind} has layers stored in a way of their own, which cannot be held; store them in full"
+            )
+
+    @contextmanager
+    def rehearsing(self, rehearsal: Rehearsal) -> Iterator[None]:
+        """Calls inside are shown to the policy that asked for them; then their tokens are dropped again."""
+        before = self.get_seq_length()
+        pools = [pool for pool in self.layers if pool.is_initialized]
+        for pool in pools:
+            pool.begin(rehearsal)
+        yield
+        for pool in pools:
+            pool.end(before)
+
+    def rehearsed(self) -> None:
+        """The pass is over."""
+        self.awaiting = ()
+
+    def _cut(self) -> None:
+        """Cut what was held to the budget: layers whose budget is one thing are divided together."""
+        from kvpolicy.ragged import divide_together
+
+        pools = [pool for pool in self.layers if pool.is_initialized]
+        for pool in pools:
+            pool.settle()
+        for policy in dict.fromkeys(pool.policy for pool in pools if pool.policy.together):
+            divide_together([pool for pool in pools if pool.policy == policy])
+        for pool in pools:
+            pool.release()
+
+    def prefixes(self, rows: int) -> list[int]:
+        """How many first tokens of each row stay."""
+        return self._prefix.expand(rows).tolist() if self._prefix.numel() == 1 else self._prefix.tolist()
 
     # -- what users ask ------------------------------------------------------------------------------------
 
@@ -170,12 +252,13 @@ class EvictionCache(Cache):
         return f"EvictionCache({self.policy!r}, budget={self.budget}, seen={self.get_seq_length()})"
 
 
-def _kind_of_pool(policy: EvictionPolicy, budget: LayerBudget | None) -> type[SlotPool]:
-    from kvpolicy.ragged import RaggedPool
+def _kind_of_pool(policy: EvictionPolicy, budget: LayerBudget | None, config: Any) -> type[SlotPool]:
+    from kvpolicy.ragged import RaggedPool, heads_differ
 
+    differ = heads_differ(policy, budget, config)
     if policy.storage is not None:
         return policy.storage.pool
-    return RaggedPool if budget is not None and budget.budget.heads is not None else SlotPool
+    return RaggedPool if differ else SlotPool
 
 
 def _check_kept(
@@ -271,7 +354,8 @@ class SlotPool(CacheLayerMixin):
         self._declared = policy.slot_fields()
         self._of_heads = policy.head_fields()
         self._observes = policy.observes
-        self._bounded = policy.bounded
+        self.bounded = policy.bounded or policy.own_budget is not None
+        """Whether anything is evicted at all."""
         self._selects = policy.selects
         self._rooms = policy.room(decoding=False), policy.room(decoding=True)
         """Tokens beyond the budget that may be held in prefill, and while decoding."""
@@ -313,6 +397,14 @@ class SlotPool(CacheLayerMixin):
         """The policy's head fields, ``[batch, kv_heads, *shape]``."""
         self._attended: Tensor | None = None
         """Positions that the last decode step attended to, ``[batch, kv_heads, 1 or group, n]``; ``None``: all held."""
+        self.held = False
+        """Whether nothing is to be evicted for the time being."""
+        self.rehearsal: Rehearsal | None = None
+        """The part of a pass over the context that is under way."""
+        self._takes_part = False
+        """Whether the policy, or a part of it, asked for that."""
+        self._rehearsed = False
+        """Whether the pass is over. What comes then has no part in it, so that it is not cut like a prompt."""
         self._columns: int | None = 0
 
     # -- transformers' interface ---------------------------------------------------------------------------
@@ -380,11 +472,12 @@ class SlotPool(CacheLayerMixin):
             )
         self.arrived = tokens
         self.decoding = tokens == 1 and self.used > 0
-        if tokens == 1 and self.free is not None:
+        if tokens == 1 and self.free is not None and not self.held:
             self._overwrite(key_states, value_states)
-        elif tokens == 1 and self.used > 0:
+        elif tokens == 1 and self.used > 0 and self.free is None:
             self._fill(key_states, value_states)
         else:
+            self.holes = self.holes or self.free is not None
             self._extend(key_states, value_states)
         keys, values = self._handed_out(key_states, value_states)
         self.handed = keys.shape
@@ -612,7 +705,7 @@ class SlotPool(CacheLayerMixin):
             self._columns = None  # counted on the device; a Python integer in the graph would recompile every step
         elif self._columns is not None:
             self._columns += tokens
-        if self.budget is not None and (self.limit is None or self.budget.budget.grows):
+        if not self.held and self._unsettled:
             self._resolve()
         if self.cascade is not None and not self.decoding:
             self.cascade.begin(self)
@@ -626,6 +719,10 @@ class SlotPool(CacheLayerMixin):
     def most_prefix(self) -> int:
         """The most first tokens that some row of the batch is to keep."""
         return int(self._prefix.max())
+
+    @property
+    def _unsettled(self) -> bool:
+        return self.budget is not None and (self.limit is None or self.budget.budget.grows)
 
     def _resolve(self) -> None:
         """Fix the budget now that the prompt is known. Each row has its own prompt, hence its own share."""
@@ -647,6 +744,8 @@ class SlotPool(CacheLayerMixin):
 
     def observe(self, rows: AttentionRows | None, part: Part | None = None) -> None:
         """Let the policy update its fields from a block of rows, of all slots or of some `part`."""
+        if self.rehearsal is not None and not self._takes_part:
+            return
         if not (self._observes or self.observers or self.measured):
             return
         view = self.view(rows, part)
@@ -683,6 +782,7 @@ class SlotPool(CacheLayerMixin):
             heads=self.heads if part is None else {name: state[part[:2]] for name, state in self.heads.items()},
             output=None if self._output is None else lambda: self._output_of_heads(part),
             most=UNBOUNDED if self.limit is None else self.limit,
+            rehearsal=self.rehearsal if part is None or self.rehearsal is None else self.rehearsal.of(part.batch),
         )
 
     def _output_of_heads(self, part: Part | None) -> Tensor:
@@ -703,12 +803,16 @@ class SlotPool(CacheLayerMixin):
 
     def evict(self, tokens: int) -> None:
         """End a call of `tokens` tokens: cut to the budget, or choose the next victim."""
+        if self.held:
+            if not self.decoding and self.rehearsal is None:
+                self._allocate(self.used)
+            return
         if self.measured and self.cascade is not None:
             self.cascade.settle(self)
-        room = self._rooms[self.decoding]
+        room = self._rooms[self.decoding or self._rehearsed]
         if self.free is not None:
             self._choose_victim()
-        elif not self._bounded:
+        elif not self.bounded:
             if not self._selects:
                 self._refuse_to_exceed(self.used)
         elif self.limit is not None and (self.used > self.limit + room or self._rows_differ(room)):
@@ -727,6 +831,41 @@ class SlotPool(CacheLayerMixin):
         room = self._rooms[self.decoding]
         if self.limit is not None and (before > self.limit + room or self._rows_differ(room)):
             self._cut()
+
+    # -- being held ----------------------------------------------------------------------------------------
+
+    def begin(self, rehearsal: Rehearsal) -> None:
+        """The next calls are part of a pass over the context."""
+        asked = [policy for policy in self.policy.rehearsing() if policy == rehearsal.by]
+        self.rehearsal, self._takes_part = rehearsal.on(self.device), bool(asked)
+        self.wants = Wants.of(asked[0].rehearsal_needs if asked else ())
+
+    def end(self, columns: int) -> None:
+        """That was it: hold what was held when `columns` had been seen."""
+        self.rehearsal, self.wants, self._rehearsed = None, self.policy.wants, True
+        self._forget(int(self._columns_tensor) - columns)
+
+    def _forget(self, tokens: int) -> None:
+        """Drop the newest columns; nothing has been evicted since they came."""
+        newest = self._positions[:, :1, self.used - tokens : self.used]
+        self.seen -= (newest >= 0).sum(-1, keepdim=True, dtype=torch.int32)
+        self._columns_tensor -= tokens
+        self._columns = None if self._columns is None else self._columns - tokens
+        self.used -= tokens
+        self.keys, self.values = self.active_keys, self.active_values
+        self._grow_state(self.used)  # without what the policy noted about them
+
+    def settle(self) -> None:
+        """Fix the budget for what was read while held."""
+        self.held, self.decoding = False, False
+        if self._unsettled:
+            self._resolve()
+
+    def release(self) -> None:
+        """Cut what was held, as a prompt is cut."""
+        rehearsed, self._rehearsed = self._rehearsed, False
+        self.evict(self.used)
+        self._rehearsed = rehearsed
 
     def _rows_differ(self, room: float) -> bool:
         return self.limits is not None and not self.decoding and room < math.inf

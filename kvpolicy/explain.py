@@ -20,6 +20,7 @@ from kvpolicy.config import read
 from kvpolicy.errors import BudgetError, ConfigError
 from kvpolicy.measured import least_tokens
 from kvpolicy.policy import EvictionPolicy, HeadField, Need, SlotField, View
+from kvpolicy.ragged import PAGE, heads_differ
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,8 @@ class Explanation:
     """The budget in tokens for this prompt."""
     layers: tuple[LayerNumbers, ...]
     needs: tuple[Need, ...]
+    rehearsing: tuple[str, ...]
+    """Kinds of the policies that choose by a pass over the prompt."""
     fields: dict[str, SlotField]
     """Slot fields of all layers by name."""
     head_fields: dict[str, HeadField]
@@ -188,6 +191,7 @@ class Explanation:
             "tokens": self.tokens,
             "layers": [{"layers": layers, **asdict(numbers)} for layers, numbers in self.groups()],
             "needs": [asdict(need) for need in self.needs],
+            "rehearsing": list(self.rehearsing),
             "slot_fields": {
                 name: {
                     "dtype": field.dtype,
@@ -233,6 +237,8 @@ def explain(
         raise BudgetError(f"{policy.kind} needs a budget: --budget 512 (tokens) or --budget 0.25 (of the prompt)")
     shape, first = Shape.of(config, dtype), prefix or 0
     shares = layer_budgets(policy, given, shape.layers, first, None if given is None or given.grows else prompt)
+    for own, its in shares:
+        heads_differ(own, its, config.get_text_config(decoder=True))
     layers = [_Layer(own, its, shape, prompt, first, index).numbers() for index, (own, its) in enumerate(shares)]
     policies = [own for own, _ in shares]
     return Explanation(
@@ -244,9 +250,10 @@ def explain(
         average=None if given is None else given.resolve(prompt),
         layers=tuple(layers),
         needs=tuple(dict.fromkeys(need for needs in _needs(policies, given) for need in sorted(needs, key=str))),
+        rehearsing=tuple(dict.fromkeys(own.kind for own in policy.rehearsing())),
         fields={name: field for own in policies for name, field in own.slot_fields().items()},
         head_fields={name: field for own in policies for name, field in own.head_fields().items()},
-        overshoot=max((own.room(decoding=True) for own in policies if own.bounded), default=0),
+        overshoot=max((own.room(decoding=True) for own in policies if _evicts(own)), default=0),
     )
 
 
@@ -254,6 +261,10 @@ def _needs(policies: Iterable[EvictionPolicy], budget: Budget | None) -> Iterato
     yield from (policy.needs for policy in policies)
     if budget is not None and budget.measured is not None:
         yield budget.measured.needs
+
+
+def _evicts(policy: EvictionPolicy) -> bool:
+    return policy.bounded or policy.own_budget is not None
 
 
 @dataclass(frozen=True)
@@ -273,7 +284,7 @@ class _Layer:
         floor = self._floor(tokens)
         stay = self._certain(tokens if floor is None else floor)
         return LayerNumbers(
-            tokens=tokens,
+            tokens=self._mean(tokens),
             attends=self.budget.resolve(self.prompt) if self.budget and self.policy.selects else None,
             least=self._least(tokens, stay) if floor is None else floor,
             certain=tuple(runs(stay[0, 0].nonzero().flatten().tolist())),
@@ -282,11 +293,21 @@ class _Layer:
             bytes=self._bytes(tokens, slots),
         )
 
+    def _mean(self, tokens: int | None) -> int | None:
+        """What heads may keep on average, where some evict nothing."""
+        if tokens is None or not self.policy.divided:
+            return tokens
+        return round(float(self._shares(tokens, self.prompt).double().mean()))
+
+    def _shares(self, tokens: int, most: int) -> Tensor:
+        """What each head may hold, at most so many tokens, ``[kv_heads]``."""
+        return self.policy.shares(torch.tensor([[[tokens]]]), self.shape.kv_heads).clamp(max=most).flatten()
+
     def _tokens(self) -> int | None:
         if self.budget is None:
             return None
         tokens = self.budget.resolve(self.prompt)
-        if not self.policy.bounded:
+        if not _evicts(self.policy):
             if self.prompt > tokens and not self.policy.selects:
                 raise BudgetError(
                     f"{self.policy.kind} evicts nothing and a prompt of {self.prompt} tokens does not fit its budget "
@@ -315,10 +336,15 @@ class _Layer:
         """Tokens of the prompt that stay for certain, ``[1, 1, prompt]``."""
         if tokens is None or not self._cut(tokens):
             return torch.ones(1, 1, self.prompt, dtype=torch.bool)
-        return self.policy.certain(self._view(tokens)).expand(1, 1, self.prompt)
+        heads = self.shape.kv_heads if self.policy.divided else 1
+        return self.policy.certain(self._view(tokens, heads)).all(1, keepdim=True).expand(1, 1, self.prompt)
 
     def _least(self, tokens: int | None, stay: Tensor) -> int | None:
         """What a head gets if, beside what stays for certain, all tokens of the others are worth more than its own."""
+        if tokens is not None and self.policy.together:
+            return max(1, int(stay.sum())) if self._cut(tokens) else tokens
+        if tokens is not None and self.policy.divided:
+            return int(self._shares(tokens, self.prompt).min())
         allocator = self.budget.budget.heads if self.budget is not None else None
         if allocator is None or tokens is None or not self._cut(tokens):
             return None if allocator is None else tokens
@@ -358,6 +384,9 @@ class _Layer:
             return steps
         room = self.policy.room(decoding=True)
         most = UNBOUNDED if room == math.inf else tokens + int(room) + 1
+        if self._cut(tokens) and self.policy.divided:
+            shares = self._shares(tokens, self.prompt + GROWTH - 1)  # pages of heads that differ, on average
+            return round(float((-(-(shares + 1) // PAGE) * PAGE).double().mean()))
         if self._cut(tokens):
             return tokens + GROWTH if room == math.inf else most
         return max(self.prompt, steps if self.budget.budget.grows else min(steps, most))
@@ -384,7 +413,7 @@ _POSITION, _FREE_SLOT, _SEEN = 4, 8, 4
 
 
 def _tree(name: str, policy: EvictionPolicy, tokens: int | None, prefix: int) -> Part:
-    tokens = tokens if policy.bounded else None
+    tokens = tokens if _evicts(policy) else None
     return Part(
         name=name,
         kind=policy.kind,

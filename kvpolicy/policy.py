@@ -7,7 +7,7 @@ The order of one call is always the same: **append** the new tokens, **attend** 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvpolicy.attention.blocks import Wants
     from kvpolicy.attention.rows import AttentionRows
     from kvpolicy.compose import Part, Union
+    from kvpolicy.rehearsal import Passage, Rehearsal
     from kvpolicy.rotation import Rotation, Turn
     from kvpolicy.storage import Storage
 
@@ -186,7 +187,8 @@ class View:
 
     __slots__ = (
         "_fields", "_heads", "_keys", "_offsets", "_output", "_scope", "_turn", "_values", "attention", "budget",
-        "candidates", "decoding", "dividing", "holes", "layer", "most", "positions", "prefix", "seen",
+        "candidates", "decoding", "dividing", "holes", "layer", "most", "positions", "prefix", "rehearsal",
+        "seen",
     )  # fmt: skip
 
     def __init__(
@@ -208,6 +210,7 @@ class View:
         output: Callable[[], Tensor] | None = None,
         dividing: bool = False,
         most: int | None = None,
+        rehearsal: Rehearsal | None = None,
     ) -> None:
         self._fields = fields
         self._heads = {} if heads is None else heads
@@ -243,6 +246,8 @@ class View:
         self.dividing = dividing
         """Whether a ranking is asked for to divide a budget over the heads, whose tokens it compares: then a score
         says more than who would stay if all heads had the same."""
+        self.rehearsal = rehearsal
+        """What the call is about, where it is part of a pass the policy asked for; ``None`` in ordinary calls."""
 
     @property
     def keys(self) -> Tensor:
@@ -289,7 +294,7 @@ class View:
             self._fields, self.positions, self.seen, self.budget if budget is None else budget, self._keys,
             self._values, self.layer, self.attention, self._offsets, self.holes, self.decoding, self.prefix,
             self._turn, self._heads,
-            self._output, self.dividing, self.most,
+            self._output, self.dividing, self.most, self.rehearsal,
         )  # fmt: skip
         part._scope = f"{self._scope}{name}."
         part.candidates = self.candidates if candidates is None else candidates
@@ -399,6 +404,15 @@ class EvictionPolicy(BaseModel):
     not `bounded` everything is kept."""
     selective: ClassVar[bool] = False
     """Whether it may want less than it is allowed: slots ranked as low as can be are not wanted."""
+    together: ClassVar[bool] = False
+    """Whether the budget belongs to all layers and KV heads together: after a :meth:`rehearsal` the best of all of them
+    stay, and heads hold different numbers."""
+    divided: ClassVar[bool] = False
+    """Whether :meth:`shares` says how many tokens each KV head may hold."""
+    own_budget: ClassVar[int | None] = None
+    """Tokens to which it keeps a head, whatever the budget of the cache; ``None``: that budget says."""
+    rehearsal_needs: ClassVar[Collection[Need]] = frozenset()
+    """Statistics attention must hand out in a :meth:`rehearsal`; :attr:`needs` are for ordinary calls."""
 
     kind: str
 
@@ -481,6 +495,45 @@ class EvictionPolicy(BaseModel):
         """Names and policies of the parts of a composition."""
         yield from ()
 
+    def shares(self, budget: Tensor, heads: int) -> Tensor:
+        """Tokens that each of `heads` KV heads may hold, ``[batch, heads, 1]``, where these are :attr:`divided`.
+
+        ``UNBOUNDED`` (of :mod:`kvpolicy.policy`) is for a head that evicts nothing.
+
+        Args:
+            budget: tokens that each head would have if all had the same, ``[batch, 1, 1]``.
+        """
+        return budget.expand(-1, heads, -1)
+
+    # -- a pass over the context ---------------------------------------------------------------------------
+
+    def rehearsal(self, context: Tensor, encode: Callable[[str], list[int]], prefix: int = 0) -> Iterable[Passage]:
+        """What to feed once a prompt is read in full and before it is cut: a policy that overrides this has a pass.
+
+        The tokens of each :class:`~kvpolicy.rehearsal.Passage` attend to the whole context, are shown to
+        :meth:`observe` with ``view.rehearsal``, and are dropped again.
+
+        Args:
+            context: ids of a row's prompt, padding left out, ``[tokens]``.
+            encode: from text to ids, nothing put before or after.
+            prefix: how many first tokens of the row the user of the cache wants kept.
+        """
+        return ()
+
+    @property
+    def rehearses(self) -> bool:
+        """Whether it has a pass of its own; that of a part is not meant."""
+        return type(self).rehearsal is not EvictionPolicy.rehearsal
+
+    def rehearsing(self) -> Iterator[EvictionPolicy]:
+        """This policy and its parts, as far as they have a pass."""
+        if self.rehearses:
+            yield self
+        for _, part in self.children():
+            yield from part.rehearsing()
+
+    # -- parts of others -----------------------------------------------------------------------------------
+
     def certain(self, view: View) -> Tensor:
         """Slots that stay at a cut whatever attention finds. Nothing of the view is known yet but positions."""
         from kvpolicy.certain import certain
@@ -542,6 +595,10 @@ class EvictionPolicy(BaseModel):
         first, *rest = priority if isinstance(priority, tuple) else (priority,)
         protected = self.protected(view)
         return first if protected is None else torch.where(protected, extremes(first.dtype)[1], first), *rest
+
+
+UNBOUNDED = 2**31 - 1
+"""More tokens than any cache holds: the share of a head that evicts nothing."""
 
 
 def extremes(dtype: torch.dtype) -> tuple[float, float]:

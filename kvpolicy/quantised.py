@@ -303,7 +303,7 @@ class QuantisedPool(SlotPool):
     def evict(self, tokens: int) -> None:
         self.most += tokens
         room = self._rooms[self.decoding]
-        if not self._bounded:
+        if not self.bounded:
             self._refuse_to_exceed(self.most)
         elif self.limit is not None and self._is_over(room):
             if self.decoding and self.most <= self.limit + 1:
@@ -398,7 +398,7 @@ class QuantisedPool(SlotPool):
 
     def _ceiling(self) -> float:
         """Tokens that a head may hold while decoding."""
-        return self.limit + self._rooms[True] if self._bounded and self.limit is not None else math.inf
+        return self.limit + self._rooms[True] if self.bounded and self.limit is not None else math.inf
 
     def _holes(self, before: int, count: int) -> Tensor:
         """`count` empty quantised slots of each head, those of the emptiest groups first."""

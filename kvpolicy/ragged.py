@@ -9,7 +9,7 @@ shape as a whole, and packed when it is cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,9 +18,11 @@ from torch import Tensor
 
 from kvpolicy.attention.blocks import Part
 from kvpolicy.attention.rows import AttentionRows
+from kvpolicy.budget import LayerBudget
 from kvpolicy.cache import EMPTY, GROWTH, SlotPool, _gathered, _grown
-from kvpolicy.policy import View
-from kvpolicy.select import survivors
+from kvpolicy.errors import ConfigError
+from kvpolicy.policy import UNBOUNDED, EvictionPolicy, View
+from kvpolicy.select import counted, survivors
 
 PAGE = 16
 """Slots of a page: what a head holds is rounded up to it."""
@@ -70,24 +72,43 @@ class Pages:
         total = parts.new_zeros(self.batch * self.heads, *parts.shape[1:]).index_add_(0, self.owner, parts)
         return total.to(values.dtype).view(self.batch, self.heads, -1, 1, values.shape[-1])
 
+    def with_more(self, slots: Tensor) -> tuple[Pages, Tensor]:
+        """The same with room for `slots` ``[batch, kv_heads]`` more; and where each page is among the new, ``[pages]``.
+
+        Slots keep their numbers within their head.
+        """
+        held = torch.zeros_like(slots).flatten().index_add_(0, self.owner, torch.ones_like(self.owner)).view_as(slots)
+        more = Pages(held * PAGE + slots)
+        return more, more.table[self.owner * more.most + self.place % self.most]
+
     def nbytes(self) -> int:
         """Bytes of the tables."""
         return sum(table.nbytes for table in (self.place, self.owner, self.table, self.missing))
 
 
 class RaggedPool(SlotPool):
-    """A :class:`~kvpolicy.cache.SlotPool` whose budget an allocator divides over the heads at each cut."""
+    """A :class:`~kvpolicy.cache.SlotPool` whose heads hold what an allocator, or the policy, gives them at each cut.
+
+    Heads without a bound, and all heads while tokens may gather, fill up the slots they have; when one may have none
+    left, those heads get more pages.
+    """
 
     def reset(self) -> None:
         super().reset()
         self.pages: Pages | None = None
-        """How the pool is packed; ``None`` while all heads hold the same."""
+        """How the pool is packed; ``None`` while all heads hold the same, and during a call of several tokens."""
+        self._spread = False
+        """Whether it was packed before the call."""
         self.shares: Any = None
         """Tokens that each row and head may hold, ``[batch, kv_heads, 1]``, once packed."""
+        self.settled = False
+        """Whether the shares stay what they are, since layers were divided together."""
         self._since = 0
         """Tokens that have come since the last cut."""
         self._space = 0
-        """Tokens that still fit without packing anew."""
+        """Tokens for which heads that fill up are certain to have slots."""
+        self._fills_up = False
+        """Whether some heads do."""
 
     # -- packed and unpacked -------------------------------------------------------------------------------
 
@@ -101,6 +122,7 @@ class RaggedPool(SlotPool):
         }
         self.used = pages.slots
         self.holes = True
+        self._spread = False
         self._fold()
 
     def _fold(self) -> None:
@@ -122,6 +144,7 @@ class RaggedPool(SlotPool):
             self._unfold()
             self.keys, self.values = self.pages.unpack(self.keys), self.pages.unpack(self.values)
             self.pages = self.free = None
+            self._spread = True
 
     @contextmanager
     def _unfolded(self) -> Any:
@@ -146,7 +169,7 @@ class RaggedPool(SlotPool):
         return super().active_values if self.pages is None else self.pages.unpack(self.values)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if self.pages is not None and key_states.shape[2] > 1:
+        if self.pages is not None and (key_states.shape[2] > 1 or self.held):
             self._unpack()
         return super().update(key_states, value_states, *args, **kwargs)
 
@@ -176,56 +199,100 @@ class RaggedPool(SlotPool):
 
     def view(self, rows: AttentionRows | None = None, part: Part | None = None) -> View:
         view = super().view(rows, part)
-        if self.pages is not None:
-            view.budget = self.shares
+        if self.pages is not None or self.settled:
+            view.budget = self.shares if part is None else self.shares[part.batch, part.heads]
         return view
 
     def evict(self, tokens: int) -> None:
-        if self.pages is None:
+        if self.pages is None or self.held:
             super().evict(tokens)
+            if self._spread and not self.held:  # nothing was cut
+                self._since += tokens
+                self._close_up()
+                self._pack_with_space(self._rooms[True] - self._since)
             return
         room = self._rooms[True]
-        if room == 0:  # nothing is counted: a number that changes would have a compiled step compiled anew
-            self._choose_victim()
-            self._fold()
-            return
-        self._since += 1
-        self._space -= 1
-        if self._since > room:
-            self._unpack_folded()
-            self._cut()
-        elif self._space > 0:
+        if room:  # without it nothing is counted: a number that changes would have a compiled step compiled anew
+            self._since += 1
+            if self._since > room:
+                self._unpack_folded()
+                self._cut()
+                return
+        if self._fills_up:
+            self._space -= 1
+            if self._space < 1:
+                self._add_pages()
+        if room:
             self.free.copy_(self._first_empty())  # type: ignore[union-attr]
-            self._fold()
         else:
-            self._unpack_folded()
-            self._close_up()
-            self._pack_with_space(room - self._since)
+            self._choose_victim()
+        self._fold()
+
+    def _choose_victim(self) -> None:
+        if self.pages is None and self.policy.divided:  # from here on heads differ
+            self._cut()
+        else:
+            super()._choose_victim()
 
     def _unpack_folded(self) -> None:
         self._fold()
         self._unpack()
 
+    def _add_pages(self) -> None:
+        """Give the heads that fill up more pages, and leave the others and what is in them as they are."""
+        assert self.pages is not None
+        self._fold()
+        more = torch.full_like(self.shares[..., 0], GROWTH) * self._filling[..., 0]
+        pages, place = self.pages.with_more(more)
+        fills = {name: field.fill for name, field in self._declared.items()}
+
+        def spread(state: Tensor, fill: float) -> Tensor:
+            return state.new_full((len(pages.place), *state.shape[1:]), fill).index_copy_(0, place, state)
+
+        self.keys, self.values = spread(self.keys, 0), spread(self.values, 0)
+        self._positions = spread(self._positions, EMPTY)
+        self._fields = {name: spread(state, fills[name]) for name, state in self._fields.items()}
+        self.pages, self.used = pages, pages.slots
+        self._space += GROWTH
+        self._unfold()
+
+    @property
+    def _filling(self) -> Tensor:
+        """Which heads fill up, ``[batch, kv_heads, 1]``."""
+        return torch.ones_like(self.shares, dtype=torch.bool) if self._rooms[True] else self.shares >= UNBOUNDED
+
     def _cut(self) -> None:
         """Divide the budget over the heads, keep what fits of each, and pack it."""
-        assert self.limit is not None and self.budget is not None and self.budget.budget.heads is not None
         view = self.view()
-        view.dividing = True
-        ranking = self.policy.ranking(view)
-        view.dividing = False
-        even = torch.as_tensor(view.budget, device=self.device).expand(self.seen.shape)
-        divided = self.budget.budget.heads.divide(ranking, view, even.long())
-        # A row that need not give up anything has nothing to divide.
-        fits = view.valid.sum(-1, keepdim=True).amax(1, keepdim=True) <= even
-        self.shares = torch.where(fits, even, divided)
+        if not self.settled:
+            view.dividing = True
+            self.shares = self._divided(self.policy.ranking(view), view)
+            view.dividing, view.budget = False, self.shares
         count = min(int(self.shares.max()), self.used)
-        view.budget = self.shares
         order, positions = survivors(self.policy.ranking(view), view, count)
         if self.observers:
             self._tell_cut(positions)
         self._take(order, positions)
         self._since = 0
         self._pack_with_space(self._rooms[True])
+
+    def _divided(self, ranking: tuple[Tensor, ...], view: View) -> Tensor:
+        """What each head may hold, ``[batch, kv_heads, 1]``."""
+        assert self.budget is not None
+        even = self.even
+        if self.policy.divided:
+            return self.policy.shares(even, view.positions.shape[1])
+        assert self.budget.budget.heads is not None
+        divided = self.budget.budget.heads.divide(ranking, view, even)
+        # A row that need not give up anything has nothing to divide.
+        fits = view.valid.sum(-1, keepdim=True).amax(1, keepdim=True) <= even
+        return torch.where(fits, even, divided)
+
+    @property
+    def even(self) -> Tensor:
+        """Tokens of each head if all had the same, ``[batch, 1, 1]``."""
+        budget = self.limit if self.limits is None else self.limits
+        return torch.as_tensor(budget, device=self.device).expand(self.seen.shape).long()
 
     def _take(self, order: Tensor, positions: Tensor) -> None:
         """Hold the slots in `order` ``[batch, kv_heads, n]`` alone."""
@@ -244,10 +311,15 @@ class RaggedPool(SlotPool):
         return (self._positions < 0).int().argmax(-1, keepdim=True)
 
     def _pack_with_space(self, room: float) -> None:
-        """Pack what is held, with space for `room` tokens and one more, or some of them where that is without end."""
-        self._space = int(min(room, GROWTH - 1)) + 1
+        """Pack what is held, with space for `room` tokens and one more, or some of them where that is without end.
+
+        Without room that goes for heads that evict nothing, and the others have a slot for the newcomer.
+        """
+        filling = self._filling[..., 0]
+        self._fills_up = bool(filling.any())
+        self._space = int(min(room or GROWTH - 1, GROWTH - 1)) + 1
         held = (self._positions >= 0).sum(-1)
-        slots = held + self._space if room else self.shares[..., 0] + 1
+        slots = torch.where(filling, held + self._space, self.shares[..., 0] + 1)
         self._pack(torch.maximum(slots, held + 1))
         with self._unfolded():
             self.free = self._first_empty()
@@ -258,10 +330,10 @@ class RaggedPool(SlotPool):
         packed = self.pages is not None
         self._unpack()
         super()._map_rows(change)
+        self.shares = None if self.shares is None else change(self.shares)
         if packed:
-            self.shares = change(self.shares)
             self._close_up()
-            self._pack_with_space(self._rooms[True] and self._space - 1)
+            self._pack_with_space(self._rooms[True] - self._since)
 
     def kept(self) -> Tensor:
         with self._unfolded():
@@ -284,3 +356,54 @@ class RaggedPool(SlotPool):
 def _resized(state: Tensor, slots: int, fill: float) -> Tensor:
     """`state` ``[batch, kv_heads, n, ...]`` with `slots` slots: cut, or filled."""
     return state[:, :, :slots] if state.shape[2] >= slots else _grown(state, slots, fill)
+
+
+# -- who is divided, and all layers together -------------------------------------------------------------------
+
+
+def heads_differ(policy: EvictionPolicy, its: LayerBudget | None, config: Any) -> bool:
+    """Whether the KV heads of a layer may hold different numbers of tokens.
+
+    Raises:
+        ConfigError: both the policy and its budget say how they do, or a head is named that `config` does not have.
+    """
+    budget = its.budget if its is not None else None
+    if not (policy.together or policy.divided):
+        return budget is not None and budget.heads is not None
+    if policy.storage is not None:
+        raise ConfigError(
+            f"{policy.kind} stores a layer in a way of its own, in which all heads hold the same number of tokens, and "
+            "a policy inside has heads that differ: leave one of the two out"
+        )
+    others = [name for name in ("heads", "layers") if budget is not None and getattr(budget, name) is not None]
+    if "heads" in others or (others and (policy.together or (budget and budget.measured is not None))):
+        raise ConfigError(
+            f"{policy.kind} says by itself how the budget is divided: leave {' and '.join(others)} out of the budget"
+        )
+    if budget is not None and budget.grows:
+        raise ConfigError(f"{policy.kind} divides a budget where a prompt is cut: give it a share of the prompt")
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    if policy.divided and heads:
+        policy.shares(torch.ones(1, 1, 1, dtype=torch.long), heads)
+    return True
+
+
+def divide_together(pools: Sequence[RaggedPool]) -> None:
+    """Give the best tokens of all heads of these layers, which are held, the budget of all of them.
+
+    Rows that need not give up anything keep the same in all heads.
+    """
+    views = [pool.view() for pool in pools]
+    for view in views:
+        view.dividing = True
+    device = pools[0].device
+    rankings = [pool.policy.ranking(view) for pool, view in zip(pools, views, strict=True)]
+    ranking = [torch.cat([key.to(device) for key in keys], 1) for keys in zip(*rankings, strict=True)]
+    valid = torch.cat([view.valid.to(device) for view in views], 1)
+    positions = torch.cat([view.positions.to(device) for view in views], 1)
+    even = pools[0].even
+    divided = counted(ranking, valid, positions, valid.shape[1] * even[:, 0]).unsqueeze(-1)
+    divided = torch.where(valid.sum(-1, keepdim=True).amax(1, keepdim=True) <= even, even, divided)
+    for pool, view in zip(pools, views, strict=True):
+        heads, divided = divided.split([view.positions.shape[1], divided.shape[1] - view.positions.shape[1]], 1)
+        pool.shares, pool.settled = heads.to(pool.device), True

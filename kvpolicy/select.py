@@ -71,6 +71,20 @@ def others(ranking: Sequence[Tensor], among: Tensor, positions: Tensor, count: A
     return torch.zeros_like(among).scatter_(-1, order, left.expand(order.shape)) & among
 
 
+def counted(ranking: Sequence[Tensor], among: Tensor, positions: Tensor, total: Tensor) -> Tensor:
+    """How many of the `total` ``[batch, 1]`` best slots of all heads together are in each head, ``[batch, heads]``.
+
+    The best slot of each head comes first, so that none is left with nothing.
+    """
+    batch, heads, slots = positions.shape
+    certain = torch.zeros_like(among).scatter_(-1, best_first(ranking, among, positions)[..., :1], True)
+    together = [key.reshape(batch, 1, -1) for key in (certain.char(), *ranking)]
+    order = best_first(together, among.reshape(batch, 1, -1), positions.reshape(batch, 1, -1))
+    head = order[:, 0] // slots  # [batch, heads * slots], the best first
+    chosen = torch.arange(heads * slots, device=head.device) < total
+    return torch.zeros_like(head[:, :heads]).scatter_add_(1, head, chosen.long())
+
+
 def best_first(ranking: Sequence[Tensor], among: Tensor, positions: Tensor) -> Tensor:
     """Slots in the order of `ranking`, the best of `among` first, ``[batch, kv_heads, slots]``."""
     if (packed := _packed(ranking, among, positions)) is not None:

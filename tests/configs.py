@@ -10,6 +10,7 @@ from kvpolicy_plugins.adaptive import Adaptive
 from kvpolicy_plugins.ahakv import AhaKV
 from kvpolicy_plugins.cake import CAKE
 from kvpolicy_plugins.cake_layers import CAKELayers
+from kvpolicy_plugins.duo_attention import DuoAttention
 from kvpolicy_plugins.expected_attention import ExpectedAttention
 from kvpolicy_plugins.full import Full
 from kvpolicy_plugins.given import Given
@@ -19,6 +20,7 @@ from kvpolicy_plugins.keydiff import KeyDiff
 from kvpolicy_plugins.keyformer import Keyformer
 from kvpolicy_plugins.kivi import KIVI
 from kvpolicy_plugins.knorm import Knorm
+from kvpolicy_plugins.kvzip import KVzip
 from kvpolicy_plugins.lagkv import LagKV
 from kvpolicy_plugins.lfu import LFU
 from kvpolicy_plugins.lru import LRU
@@ -36,7 +38,7 @@ from kvpolicy_plugins.tova import TOVA
 from kvpolicy_plugins.uniform import Uniform
 
 from kvpolicy.budget import Budget
-from kvpolicy.compose import Blend, Cascade, Composite, Every, Layers, Part, Phases, Protect, Union
+from kvpolicy.compose import Blend, Cascade, Composite, Every, Heads, Layers, Part, Phases, Protect, Union
 from kvpolicy.compose.blend import Weighted
 from kvpolicy.policy import EvictionPolicy
 
@@ -70,8 +72,17 @@ simple: Strategy = st.one_of(
     st.builds(Random, seed=st.integers(-(2**63), 2**63), draw=st.sampled_from(["fixed", "fresh"])),
     st.builds(StreamingLLM, sinks=tokens, positions=st.sampled_from(["original", "rolled"])),
     st.builds(SnapKV, window=counts, kernel=st.integers(0, 8).map(lambda half: 2 * half + 1)),
+    st.builds(KVzip, chunk=counts, budgets=st.sampled_from(["global", "uniform"]), decode=st.just("bounded")),
     st.tuples(tokens, counts).map(lambda span: Span(start=span[0], stop=sum(span))),
 )
+
+
+gates = st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=4), min_size=1, max_size=4)
+divided: Strategy = st.one_of(
+    st.builds(KVzip),
+    st.builds(DuoAttention, heads=gates, sparsity=st.none() | st.floats(0, 1), sinks=tokens, recent=counts),
+)
+"""Policies that not all combinators may hold."""
 
 
 def _spans(lengths: list[int]) -> tuple[tuple[int, int], ...]:
@@ -88,6 +99,8 @@ def compositions(inner: Strategy) -> Strategy:
     """Every combinator, of policies from `inner`."""
     plain = inner.filter(lambda policy: policy.storage is None)
     choosers = plain.filter(_evicts_at_once)
+    in_phases = plain.filter(lambda policy: not policy.divided)
+    in_heads = choosers.filter(lambda policy: not policy.together) | st.builds(Full)
     takes = st.none() | tokens | st.floats(0, 0.25)  # shares of up to four parts, which are one at most
     parts = st.builds(Part, take=takes, of=choosers) | choosers
     weighted = st.builds(Weighted, of=choosers, weight=positive) | st.builds(Weighted, of=choosers)
@@ -95,7 +108,13 @@ def compositions(inner: Strategy) -> Strategy:
         st.builds(Union, parts=st.lists(parts, min_size=1, max_size=4)),
         st.builds(_blended, st.lists(weighted, min_size=1, max_size=3), st.sampled_from(["rank", "zscore", "sum"])),
         st.builds(Cascade, narrow=choosers, to=counts | st.floats(1, 100), pick=choosers),
-        st.builds(Phases, prefill=plain, decode=plain),
+        st.builds(Phases, prefill=in_phases, decode=in_phases),
+        st.builds(
+            Heads,
+            at=st.dictionaries(ranges, in_heads, min_size=1, max_size=3),
+            default=in_heads,
+            tokens=st.none() | counts,
+        ),
         st.builds(Layers, at=st.dictionaries(ranges, inner, min_size=1, max_size=3), default=inner),
         st.builds(Protect, sinks=tokens, recent=shares, spans=st.lists(counts, max_size=5).map(_spans), of=inner),
         st.builds(Protect, prefix=st.booleans(), of=inner),
@@ -105,12 +124,12 @@ def compositions(inner: Strategy) -> Strategy:
 
 
 def _evicts_at_once(policy: EvictionPolicy) -> bool:
-    return not policy.room(True) and not policy.room(False)
+    return not policy.divided and not policy.room(True) and not policy.room(False)
 
 
 def nested(depth: int) -> Strategy:
     """Policies made of policies, up to so many deep."""
-    return simple if depth == 0 else simple | compositions(nested(depth - 1))
+    return simple if depth == 0 else simple | divided | compositions(nested(depth - 1))
 
 
 over_layers = st.one_of(

@@ -765,6 +765,20 @@ class LayersRule(CompositeRule):
         return self.parts[0].room(decoding)
 
 
+class HeadsRule(CompositeRule):
+    """Ranges are lists of heads here."""
+
+    def specs(self) -> list[Any]:
+        named = [spec for heads, spec in self.options["at"].items() if str(self.head) in heads.split(",")]
+        return [*named, self.options["default"]][:1]
+
+    def rank(self, held: list[int], seen: int, budget: int, decoding: bool) -> list[int]:
+        return self.parts[0].rank(held, seen, budget, decoding)
+
+    def room(self, decoding: bool) -> float:
+        return self.parts[0].room(decoding)
+
+
 class ProtectRule(CompositeRule):
     def stay(self, held: list[int], seen: int, budget: int) -> list[int]:
         first, spans = self.options.get("sinks", 0), self.options.get("spans", [])
@@ -839,6 +853,7 @@ COMPOSITIONS: dict[str, type[Rule]] = {
     "blend": BlendRule,
     "cascade": CascadeRule,
     "phases": PhasesRule,
+    "heads": HeadsRule,
     "layers": LayersRule,
     "protect": ProtectRule,
     "every": EveryRule,

@@ -4,6 +4,7 @@ from kvpolicy.compose._base import Composite, has_score
 from kvpolicy.compose.blend import Blend
 from kvpolicy.compose.cascade import Cascade
 from kvpolicy.compose.every import Every
+from kvpolicy.compose.heads import Heads
 from kvpolicy.compose.layers import Layers
 from kvpolicy.compose.phases import Phases
 from kvpolicy.compose.protect import Protect
@@ -12,7 +13,19 @@ from kvpolicy.hooks import hookimpl
 from kvpolicy.plugins import subclasses_in
 from kvpolicy.policy import EvictionPolicy
 
-__all__ = ["Blend", "Cascade", "Composite", "Every", "Layers", "Part", "Phases", "Protect", "Union", "has_score"]
+__all__ = [
+    "Blend",
+    "Cascade",
+    "Composite",
+    "Every",
+    "Heads",
+    "Layers",
+    "Part",
+    "Phases",
+    "Protect",
+    "Union",
+    "has_score",
+]
 
 
 @hookimpl

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
+import torch
 from pydantic import AfterValidator, model_validator
 from torch import Tensor
 
 from kvpolicy.errors import BudgetError
 from kvpolicy.policy import Changed, EvictionPolicy, HeadField, Need, Policy, SlotField, View, as_if_alone
+from kvpolicy.select import best_first
 from kvpolicy.storage import Storage
 
 
@@ -82,6 +84,23 @@ class Composite(EvictionPolicy):
     def rolled(self) -> bool:
         return any(part.rolled for _, part in self.children())
 
+    @cached_property
+    def together(self) -> bool:  # type: ignore[override]
+        return any(part.together for _, part in self.children())
+
+    @cached_property
+    def divided(self) -> bool:  # type: ignore[override]
+        return any(part.divided for _, part in self.children())
+
+    @cached_property
+    def own_budget(self) -> int | None:  # type: ignore[override]
+        return next((part.own_budget for _, part in self.children() if part.own_budget is not None), None)
+
+    def shares(self, budget: Tensor, heads: int) -> Tensor:
+        """Those of its only part, or of the only one that has some to say."""
+        part = next((part for _, part in self.children() if part.divided), None)
+        return super().shares(budget, heads) if part is None else part.shares(budget, heads)
+
     @property
     def needs(self) -> frozenset[Need]:  # type: ignore[override]
         return frozenset(need for _, part in self.children() for need in part.needs)
@@ -104,6 +123,10 @@ class Composite(EvictionPolicy):
     def observe(self, view: View) -> Mapping[str, Tensor | Changed]:
         found: dict[str, Tensor | Changed] = {}
         for name, part in self._observing:
+            if view.rehearsal is not None:
+                if view.rehearsal.by in part.rehearsing():
+                    found |= {f"{name}.{field}": state for field, state in part.observe(view.part(name)).items()}
+                continue
             if (shown := as_if_alone(view.part(name), part.wants)) is not None:
                 for field, state in part.observe(shown).items():
                     found[f"{name}.{field}"] = state
@@ -146,13 +169,32 @@ def _evicting_at_once(policy: EvictionPolicy) -> EvictionPolicy:
     return policy
 
 
-Chooser = Annotated[Policy, AfterValidator(_evicting_at_once)]
+def _undivided(policy: EvictionPolicy) -> EvictionPolicy:
+    if policy.divided:
+        raise ValueError(
+            f"{policy.kind} says how many tokens each head holds, which only a whole layer can go by; put it outside "
+            "(layers, protect and every may hold it)"
+        )
+    return policy
+
+
+Undivided = Annotated[Policy, AfterValidator(_undivided)]
+"""A field that holds a policy which treats all heads of a layer alike."""
+Chooser = Annotated[Undivided, AfterValidator(_evicting_at_once)]
 """A field that holds a policy which only says what goes, not when."""
 
 
 def has_score(policy: EvictionPolicy) -> bool:
     """Whether it gives each slot a priority, rather than an order alone."""
     return type(policy).priority is not EvictionPolicy.priority
+
+
+def by_rank(part: EvictionPolicy, view: View) -> Tensor:
+    """The place of each slot in the order of `part`, from one down: what different rankings have in common."""
+    order = best_first(part.ranking(view), view.eligible, view.positions)
+    slots = order.shape[-1]
+    place = torch.arange(slots, 0, -1, device=order.device, dtype=torch.float32) / slots
+    return torch.zeros_like(order, dtype=torch.float32).scatter_(-1, order, place.expand(order.shape))
 
 
 def spelled_out(value: Any) -> Any:

@@ -9,9 +9,8 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from kvpolicy.compose._base import Chooser, Composite, has_score, spelled_out
+from kvpolicy.compose._base import Chooser, Composite, by_rank, has_score, spelled_out
 from kvpolicy.policy import EvictionPolicy, Policy, View
-from kvpolicy.select import best_first
 
 
 class Weighted(BaseModel):
@@ -23,13 +22,6 @@ class Weighted(BaseModel):
     """The policy."""
     weight: Annotated[float, Field(gt=0, strict=True)] = 1.0
     """How much its priority counts beside the others'."""
-
-
-def _by_rank(part: EvictionPolicy, view: View) -> Tensor:
-    order = best_first(part.ranking(view), view.eligible, view.positions)
-    slots = order.shape[-1]
-    place = torch.arange(slots, 0, -1, device=order.device, dtype=torch.float32) / slots
-    return torch.zeros_like(order, dtype=torch.float32).scatter_(-1, order, place.expand(order.shape))
 
 
 def _by_sum(part: EvictionPolicy, view: View) -> Tensor:
@@ -53,7 +45,7 @@ def _score(part: EvictionPolicy, view: View) -> Tensor:
     return score.masked_fill(~view.eligible, 0.0)
 
 
-_NORMALISED = {"rank": _by_rank, "zscore": _by_zscore, "sum": _by_sum}
+_NORMALISED = {"rank": by_rank, "zscore": _by_zscore, "sum": _by_sum}
 
 
 class Blend(Composite):

@@ -7,8 +7,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from kvpolicy.compose._base import Composite
-from kvpolicy.policy import EvictionPolicy, Policy, View
+from kvpolicy.compose._base import Composite, Undivided
+from kvpolicy.policy import EvictionPolicy, View
 
 
 class Phases(Composite):
@@ -19,9 +19,9 @@ class Phases(Composite):
     """
 
     kind: Literal["phases"] = "phases"
-    prefill: Policy
+    prefill: Undivided
     """The policy for calls of several tokens, and for the first call."""
-    decode: Policy
+    decode: Undivided
     """The policy for calls of one token."""
 
     def children(self) -> Iterator[tuple[str, EvictionPolicy]]:

@@ -147,7 +147,8 @@ def with_prefix(policy: EvictionPolicy, prefix: Any) -> tuple[EvictionPolicy, Te
     first = torch.as_tensor(0 if prefix is None else prefix).flatten()
     if first.is_floating_point() or first.dtype == torch.bool or first.numel() == 0 or int(first.min()) < 0:
         raise ConfigError(f"prefix must be a number of tokens, 0 or more, or one for each row; not {prefix!r}")
-    if not waits and policy.bounded and int(first.max()) > 0:
+    evicts = policy.bounded or policy.own_budget is not None
+    if not waits and evicts and int(first.max()) > 0:
         policy = Protect(prefix=True, of=policy)
     return policy, first.int()
 

@@ -17,13 +17,13 @@ import torch
 
 from kvpolicy.errors import EvaluationError
 from kvpolicy.evaluate import results as outcome
-from kvpolicy.evaluate.models import check_model, load_model, quiet_transformers
+from kvpolicy.evaluate.models import check_model, load_model
 from kvpolicy.evaluate.plan import BASELINE, Plan, Run, Target
 from kvpolicy.evaluate.results import Cell, Results
 from kvpolicy.evaluate.score import Measurement, Setup, Tape, measure
 from kvpolicy.evaluate.statistics import RULE, increase_interval
 from kvpolicy.evaluate.task import Context, EvaluationTask, chosen, record, run_task
-from kvpolicy.evaluate.texts import load_text, samples
+from kvpolicy.evaluate.texts import load_text, samples, windows_of
 from kvpolicy.report.progress import Progress
 
 LARGEST_BATCH = 8
@@ -119,7 +119,9 @@ class _Comparison:
         self.progress.stage(f"loading {self.settings.model}")
         model, self.tokenizer, model_record = load_model(self.settings.model, self.settings.dtype, self.settings.device)
         _check_model_length(model, plan.length)
-        windows, positions = _windows(text, self.tokenizer, self.settings)
+        windows, positions = windows_of(
+            text, self.tokenizer, self.settings.tokens, self.settings.samples, self.settings.seed
+        )
         self.results = self._head(plan, model, model_record, text_record, positions)
         if earlier is not None:
             self._take_over(earlier)
@@ -341,20 +343,6 @@ def _check_model_length(model: Any, length: int) -> None:
         raise EvaluationError(
             f"samples of {length} tokens are longer than the model's {most} positions: lower --tokens"
         )
-
-
-def _windows(text: str, tokenizer: Any, settings: Settings) -> tuple[list[list[int]], list[int]]:
-    """The samples as token ids. Each starts with what the tokenizer puts before any text (BOS)."""
-    with quiet_transformers():
-        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-        start = _start_of(tokenizer)
-    windows, positions = samples(tokens, settings.tokens - len(start), settings.samples, settings.seed)
-    return [start + window for window in windows], positions
-
-
-def _start_of(tokenizer: Any) -> list[int]:
-    with_special, plain = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
-    return list(with_special[: with_special.index(plain[0])]) if plain and plain[0] in with_special else []
 
 
 def _tape(out: Path | None, setup: Setup) -> Any:

@@ -11,6 +11,7 @@ from kvpolicy.cache import EvictionCache
 from kvpolicy.config import read
 from kvpolicy.errors import ConfigError, EvaluationError
 from kvpolicy.evaluate.models import cache_argument, check_model, load_model, quiet_transformers
+from kvpolicy.rehearsal import compress
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ def generate(request: Request) -> Written:
         inputs = _encode(tokenizer, request).to(model.device)
         if request.seed is not None:
             torch.manual_seed(request.seed)
+        if cache.awaiting:
+            _compress(model, tokenizer, cache, inputs)
         output = model.generate(
             **inputs,
             **{cache_argument(model): cache},
@@ -71,6 +74,13 @@ def generate(request: Request) -> Written:
     text = tokenizer.decode(output[prompt_length:], skip_special_tokens=True)
     seen = output[: int(cache.get_seq_length())]
     return Written(text, [tokenizer.decode(token) for token in seen], cache)
+
+
+def _compress(model: Any, tokenizer: Any, cache: EvictionCache, inputs: Any) -> None:
+    """Read the prompt and cut it after the pass that the policy asks for; its last token is left for what follows."""
+    if inputs["input_ids"].shape[1] < 2:
+        raise EvaluationError(f"the prompt is a single token, of which {cache.awaiting[0].kind} has nothing to keep")
+    compress(model, tokenizer, cache, inputs["input_ids"][:, :-1])
 
 
 def _encode(tokenizer: Any, request: Request) -> Any:

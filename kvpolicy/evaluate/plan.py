@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from logging import getLogger
 from typing import Any
 
 from kvpolicy.budget import Budget
@@ -11,6 +12,8 @@ from kvpolicy.config import read
 from kvpolicy.errors import ConfigError, EvaluationError
 from kvpolicy.plugins import registry
 from kvpolicy.policy import EvictionPolicy
+
+log = getLogger(__name__)
 
 BASELINE = "full"
 
@@ -90,6 +93,12 @@ class Plan:
     def of(cls, policies: Sequence[Any], budgets: Sequence[Any], length: int) -> Plan:
         """Resolve names, files and budgets; raise what a user should know first."""
         configs = {name: read(source) for name, source in _named(policies)}
+        for name, config in configs.items():
+            if any(config.policy.rehearsing()):
+                raise ConfigError(
+                    f"{name} chooses by a pass over a prompt that was read in full, and a comparison feeds its text "
+                    "token by token: leave it out of --policies (kvpolicy generate runs it)"
+                )
         given = list(dict.fromkeys(Budget.parse(budget) for budget in budgets))
         targets = {name: _targets(name, given, config.budget, length) for name, config in configs.items()}
         runs = [Run(BASELINE, read(BASELINE).policy, _union(targets.values()))]
@@ -111,11 +120,14 @@ class Plan:
 
 
 def _named(policies: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Names and sources, each once; ``all`` is everything installed that needs no options."""
+    """Names and sources, each once; ``all`` is everything installed that needs nothing but a budget."""
     named: dict[str, Any] = {}
     for policy in policies:
         if policy == "all":
-            named.update((kind, kind) for kind, found in sorted(registry().policies.items()) if _is_complete(found))
+            lacking = {kind: _lacks(found) for kind, found in sorted(registry().policies.items())}
+            named.update((kind, kind) for kind, lack in lacking.items() if not lack)
+            for lack in dict.fromkeys(filter(None, lacking.values())):
+                log.info("all leaves out what %s: %s", lack, ", ".join(k for k, why in lacking.items() if why == lack))
         elif isinstance(policy, EvictionPolicy):
             options = policy.model_dump(exclude={"kind"}, exclude_defaults=True)
             named[" ".join([policy.kind, *(f"{key}={value}" for key, value in options.items())])] = policy
@@ -126,9 +138,12 @@ def _named(policies: Sequence[Any]) -> list[tuple[str, Any]]:
     return list(named.items())
 
 
-def _is_complete(policy: type[EvictionPolicy]) -> bool:
-    """Whether its kind alone says what it does."""
-    return not any(option.is_required() for option in policy.model_fields.values())
+def _lacks(policy: type[EvictionPolicy]) -> str:
+    """What a comparison cannot give a policy of which only the kind is known; nothing, if that says what it does."""
+    if any(option.is_required() for option in policy.model_fields.values()):
+        return "needs options"
+    kind = policy.model_fields["kind"].default
+    return "needs a pass over a prompt" if any(policy(kind=kind).rehearsing()) else ""
 
 
 def _targets(name: str, given: list[Budget], own: Budget | None, length: int) -> tuple[Target, ...]:

@@ -192,7 +192,9 @@ def decode(model: Any, cache: Any, rows: Tensor, first: int) -> Iterator[tuple[i
 
 def _without_eviction(cache: EvictionCache) -> int:
     """How many tokens can be fed before any layer evicts."""
-    budgets = [pool.budget for pool in cache.layers if pool.budget is not None and pool.policy.budgeted]
+    budgets = [
+        pool.budget for pool in cache.layers if pool.budget is not None and (pool.bounded or pool.policy.budgeted)
+    ]
     return min((budget.resolve(1) for budget in budgets), default=UNBOUNDED)
 
 

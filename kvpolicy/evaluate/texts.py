@@ -11,6 +11,7 @@ from typing import Any
 
 from kvpolicy.errors import EvaluationError
 from kvpolicy.evaluate import packaged
+from kvpolicy.evaluate.models import quiet_transformers
 
 PREFIX = "builtin:"
 
@@ -51,6 +52,20 @@ def samples(token_ids: Sequence[int], length: int, count: int, seed: int) -> tup
     """`count` windows of `length` tokens, and their positions in the text."""
     positions = sample_positions(len(token_ids), length, count, seed)
     return [list(token_ids[start : start + length]) for start in positions], positions
+
+
+def windows_of(text: str, tokenizer: Any, length: int, count: int, seed: int) -> tuple[list[list[int]], list[int]]:
+    """The samples as token ids. Each starts with what the tokenizer puts before any text (BOS)."""
+    with quiet_transformers():
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        start = _start_of(tokenizer)
+    windows, positions = samples(tokens, length - len(start), count, seed)
+    return [start + window for window in windows], positions
+
+
+def _start_of(tokenizer: Any) -> list[int]:
+    with_special, plain = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
+    return list(with_special[: with_special.index(plain[0])]) if plain and plain[0] in with_special else []
 
 
 def _file(spec: str) -> str:

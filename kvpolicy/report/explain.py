@@ -37,12 +37,18 @@ def explanation_report(found: Explanation, title: str) -> Iterator[Any]:
         ("heads", _heads(found)),
         ("prefix", f"the first {found.prefix:,} tokens always stay" if found.prefix else ""),
         ("attention", "\n".join(map(need_text, found.needs)) or "nothing: a prompt is attended fused"),
+        ("after the prompt", _pass(found)),
         ("while decoding", _overshoot(found)),
     )
     for groups in _by_structure(found):
         yield _tree(groups)
         yield _table(groups, found.prompt)
     yield _facts(*_bytes(found))
+
+
+def _pass(found: Explanation) -> str:
+    named = ", ".join(found.rehearsing)
+    return f"a pass for {named}, by kvpolicy.compress: two to three times the time of the prompt" if named else ""
 
 
 def need_text(need: Need) -> str:
@@ -75,8 +81,9 @@ def _model(found: Explanation) -> str:
 def _budget(found: Explanation) -> str:
     budget, tokens = found.budget, found.average
     if budget is None or tokens is None:
-        return "none: everything is kept"
-    mean = " on average" if budget.layers or budget.heads else ""
+        own = any(layer.tokens for layer in found.layers)
+        return "none: the policy says what is kept" if own else "none: everything is kept"
+    mean = " on average" if budget.layers or budget.heads or found.policy.together else ""
     what = f"for each KV head of each layer{mean}"
     if budget.share is None:
         return f"{tokens:,} tokens {what}"
@@ -93,6 +100,8 @@ def _layers(found: Explanation) -> str:
     kept = f"; {others} more evict nothing" if others and tokens else ""
     if not tokens or found.budget is None:
         return ""
+    if found.policy.together:
+        return f"one threshold for all of them{kept}"
     if found.budget.layers is None:
         return f"all have the same{kept}"
     if found.budget.measured is not None:
@@ -106,7 +115,13 @@ def _layers(found: Explanation) -> str:
 
 
 def _heads(found: Explanation) -> str:
-    if found.budget is None or not any(layer.tokens for layer in found.layers):
+    if not any(layer.tokens for layer in found.layers):
+        return ""
+    if found.policy.together:
+        return "the best tokens of all layers and heads stay; given are means"
+    if found.policy.divided:
+        return "some evict nothing; given are means"
+    if found.budget is None:
         return ""
     if found.budget.heads is None:
         return "all have the same"
@@ -119,7 +134,7 @@ def _allocator(allocator: Any) -> str:
 
 
 def _overshoot(found: Explanation) -> str:
-    if not found.policy.bounded:
+    if not found.policy.bounded and not any(layer.tokens for layer in found.layers):
         return "\n".join(["nothing goes", *_attended(found)])
     if found.overshoot == math.inf:
         return "what is written stays: the cache grows with it"

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvpolicy.cache import EvictionCache
 from kvpolicy.errors import BudgetError
 from kvpolicy.policy import EvictionPolicy
+from kvpolicy.rehearsal import compress
 from kvpolicy.testing import models
 from kvpolicy.testing.rule import Rule
 
@@ -85,14 +86,23 @@ class Case:
         """Small budgets, from the smallest on."""
         return list(range(self.least, self.least + 6))
 
-    def most(self, budget: int, layer: int, decoding: bool) -> float:
-        """How many tokens a head of `layer` may hold after a call."""
-        return budget + self.policy.for_layer(layer, models.LAYERS).room(decoding)
+    def even(self, budget: int, layer: int) -> int:
+        """The budget of a head of `layer` if all have the same."""
+        own = self._of(layer).own_budget
+        return budget if own is None else own
+
+    def most(self, budget: int, layer: int, decoding: bool, heads: int) -> Tensor:
+        """How many tokens each head of `layer` may hold after a call, ``[1, heads]``."""
+        even = torch.tensor([[[self.even(budget, layer)]]])
+        return self._of(layer).shares(even, heads)[..., 0] + self._of(layer).room(decoding)
+
+    def _of(self, layer: int) -> EvictionPolicy:
+        return self.policy.for_layer(layer, models.LAYERS)
 
     @property
     def gathers(self) -> bool:
         """Whether some layer lets tokens gather before it is cut. The rows of a batch are cut at the same time."""
-        rooms = [self.most(0, layer, decoding) for layer in range(models.LAYERS) for decoding in (False, True)]
+        rooms = [self._of(layer).room(decoding) for layer in range(models.LAYERS) for decoding in (False, True)]
         return any(0 < room < inf for room in rooms)
 
     def must_be_exact(self) -> None:
@@ -105,7 +115,7 @@ class Case:
     def prompt(self, budget: int | None = None) -> int:
         """The length of a prompt of which a good part must go."""
         budget = self.budget if budget is None else budget
-        most = [self.most(budget, layer, decoding=False) for layer in range(models.LAYERS)]
+        most = [self.even(budget, layer) + self._of(layer).room(decoding=False) for layer in range(models.LAYERS)]
         return int(max(filter(isfinite, most), default=budget)) + 14
 
     def cache(
@@ -143,10 +153,19 @@ class Run:
         at, logits = 0, []
         for number, length in enumerate(self.calls):
             mask = None if self.mask is None else self.mask[:, : at + length]
-            logits.append(models.feed(self.model, self.cache, self.tokens[:, at : at + length], mask))
+            logits.append(self._feed(self.tokens[:, at : at + length], mask))
             at += length
             self.logits = torch.cat(logits, 1)
             yield f"call {number + 1} ({length} {'token' if length == 1 else 'tokens'}, {at} seen)"
+
+    def _feed(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        """One call; a policy that chooses by a pass over its first prompt gets it."""
+        if not getattr(self.cache, "awaiting", ()):
+            return models.feed(self.model, self.cache, tokens, mask)
+        with self.cache.held():
+            logits = models.feed(self.model, self.cache, tokens, mask)
+        compress(self.model, models.Tokenizer(), self.cache, tokens, mask)
+        return logits
 
     def all(self) -> Run:
         """Make all calls."""

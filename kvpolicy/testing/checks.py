@@ -89,17 +89,23 @@ def bounds(case: Case) -> None:
             for when in _without_gradients(run):
                 decoding = "(1 token, " in when and "call 1 " not in when
                 for layer in run.layers:
-                    _bounded(case, case.most(budget, layer, decoding), budget, when, layer, run)
+                    _bounded(case, decoding, budget, when, layer, run)
 
 
-def _bounded(case: Case, most: float, budget: int, when: str, layer: int, run: Run) -> None:
+def _bounded(case: Case, decoding: bool, budget: int, when: str, layer: int, run: Run) -> None:
+    policy = case.policy.for_layer(layer, models.LAYERS)
+    after_pass = any(policy.rehearsing()) and "call 1 " not in when  # not cut like a prompt
     kept = run.cache.kept(layer)
+    if policy.together:
+        kept = torch.cat([run.cache.kept(layer) for layer in run.layers], 1).double().mean(1, keepdim=True)
+    most = case.most(budget, layer, decoding or after_pass, kept.shape[1]).expand(kept.shape)
     if bool((kept > most).any()):
         row, head = (int(index) for index in (kept > most).nonzero()[0])
+        which = "all heads on average" if policy.together else f"layer {layer}, row {row}, head {head}"
         raise Violation(
             case.tried(f"calls of {run.calls} tokens", budget),
-            f"at most {most:g} tokens in every head after {when}",
-            f"layer {layer}, row {row}, head {head} holds {int(kept[row, head])}",
+            f"at most {most[row, head]:g} tokens in every head after {when}",
+            f"{which} holds {kept[row, head]:g}",
         )
 
 
@@ -274,6 +280,8 @@ class _Keys(Spy):
 def whole(case: Case) -> None:
     """A budget that holds everything changes nothing: the model computes as without a policy."""
     case.must_be_exact()
+    if any(case.policy.for_layer(layer, models.LAYERS).own_budget is not None for layer in range(models.LAYERS)):
+        raise NotApplicable("it has a budget of its own")
     for model in (models.llama(), models.gpt_neox()):
         tokens, mask = _padded_batch([12, 7], steps=8)
         budget = max(case.least, 32)
@@ -298,7 +306,7 @@ def chunks(case: Case) -> None:
         for number, when in enumerate(_without_gradients(run)):
             decoding = calls[number] == 1 and number > 0
             for layer in run.layers:
-                _bounded(case, case.most(case.budget, layer, decoding), case.budget, when, layer, run)
+                _bounded(case, decoding, case.budget, when, layer, run)
         _finite(case.tried(f"a prompt in chunks of {size} tokens"), run.logits)
         if size >= prompt:
             compare_runs(case.tried(f"a prompt in chunks of {size} tokens"), "as the prompt at once", run, at_once)
@@ -413,6 +421,8 @@ def heads(case: Case) -> None:
     """The KV heads of a model in another order have the same outcome, in that order."""
     if "head" in case.draws_by:
         raise NotApplicable("it draws by head")
+    if any(case.policy.for_layer(layer, models.LAYERS).divided for layer in range(models.LAYERS)):
+        raise NotApplicable("it tells heads apart by their number")
     straight, order = models.with_heads_in_order((0, 1, 2, 3)), (2, 0, 1, 3)
     swapped = models.with_heads_in_order(order)
     tokens, calls = models.ids(2, case.prompt() + 8), prompt_and_steps(case.prompt(), 8)
@@ -796,7 +806,8 @@ def _against_rule(case: Case, model: Any, tokens: Tensor, calls: list[int], mask
             if rule is None:
                 assert case.reference is not None
                 rule = rules[layer, row, head] = case.reference(case.policy, case.budget, layer, row, head)
-            most = case.most(case.budget, layer, decoding=calls[number] == 1 and number > 0)
+            decoding = calls[number] == 1 and number > 0
+            most = float(case.most(case.budget, layer, decoding, len(now[layer][row]))[0, head])
             _decide(case, f"{type(model).__name__}, {when}", full, (layer, row, head), rule, was, kept, most)
         shown = slice(None) if real is None else real[:, at:stop].bool()
         tried = case.tried(f"{type(model).__name__}, {when}")

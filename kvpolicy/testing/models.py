@@ -83,6 +83,13 @@ def ids(rows: int, tokens: int, seed: int = 0) -> Tensor:
     return torch.randint(2, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(seed))
 
 
+class Tokenizer:
+    """Some tokens for any text: what policies ask a model to do has to be something."""
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        return [2 + ord(letter) % (VOCABULARY - 2) for letter in text[:4]]
+
+
 def left_padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Rows of different lengths padded on the left: ids and mask, ``[rows, longest]``."""
     width = max(map(len, rows))

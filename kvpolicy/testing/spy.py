@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import copy
 from functools import cached_property
 from typing import Any, ClassVar
@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from kvpolicy.attention.blocks import Wants
 from kvpolicy.attention.rows import AttentionRows
 from kvpolicy.policy import Changed, EvictionPolicy, HeadField, Need, SlotField, View
+from kvpolicy.rehearsal import Passage
 from kvpolicy.storage import Storage
 
 
@@ -82,6 +83,26 @@ class Watched(EvictionPolicy):
         return self.of.rolled
 
     @property
+    def together(self) -> bool:  # type: ignore[override]
+        return self.of.together
+
+    @property
+    def divided(self) -> bool:  # type: ignore[override]
+        return self.of.divided
+
+    @property
+    def own_budget(self) -> int | None:  # type: ignore[override]
+        return self.of.own_budget
+
+    @property
+    def rehearsal_needs(self) -> Collection[Need]:  # type: ignore[override]
+        return self.of.rehearsal_needs
+
+    @property
+    def rehearses(self) -> bool:
+        return self.of.rehearses
+
+    @property
     def observes(self) -> bool:
         return self.of.observes
 
@@ -110,6 +131,15 @@ class Watched(EvictionPolicy):
 
     def room(self, decoding: bool) -> float:
         return self.of.room(decoding)
+
+    def shares(self, budget: Tensor, heads: int) -> Tensor:
+        return self.of.shares(budget, heads)
+
+    def rehearsal(self, context: Tensor, encode: Callable[[str], list[int]], prefix: int = 0) -> Iterable[Passage]:
+        return self.of.rehearsal(context, encode, prefix)
+
+    def rehearsing(self) -> Iterator[EvictionPolicy]:
+        return self.of.rehearsing()
 
     def children(self) -> Iterator[tuple[str, EvictionPolicy]]:
         return self.of.children()

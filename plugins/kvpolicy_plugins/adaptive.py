@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from kvpolicy.allocator import HeadAllocator, largest_remainder_rows
 from kvpolicy.budget import ratio
 from kvpolicy.policy import View
-from kvpolicy.select import best_first
+from kvpolicy.select import counted
 
 
 class Adaptive(HeadAllocator):
@@ -25,13 +24,6 @@ class Adaptive(HeadAllocator):
     """The part that is divided equally; 1 is uniform."""
 
     def divide(self, keys: Sequence[Tensor], view: View, budget: Tensor) -> Tensor:
-        batch, heads, slots = view.positions.shape
-        first = best_first(keys, view.valid, view.positions)[..., :1]  # no head is left with nothing
-        certain = torch.zeros_like(view.valid).scatter_(-1, first, True)
-        together = [key.reshape(batch, 1, -1) for key in (certain.char(), *keys)]
-        order = best_first(together, view.valid.reshape(batch, 1, -1), view.positions.reshape(batch, 1, -1))
-        head = order[:, 0] // slots  # [batch, heads * slots], the best first
-        chosen = torch.arange(heads * slots, device=head.device) < heads * budget[:, 0]
-        counts = torch.zeros_like(head[:, :heads]).scatter_add_(1, head, chosen.long())
+        counts = counted(keys, view.valid, view.positions, view.positions.shape[1] * budget[:, 0])
         over, under = ratio(self.alpha)
         return largest_remainder_rows((under - over) * counts + over * budget[:, 0], under).unsqueeze(-1)

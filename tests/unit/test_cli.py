@@ -53,6 +53,33 @@ def compare(**changes):
     return ["compare", *(word for pair in options.items() for word in pair)]
 
 
+def test_a_profile_is_written_and_used(run, place):
+    words = ["profile", "--model", "model", "--text", "text.txt", "--tokens", 24, "--samples", 2, "--out", "heads.yaml"]
+    status, out, err = run(*words)
+    assert (status, err) == (0, "")
+    assert "gates of its KV heads" in out and out.rstrip().endswith("heads.yaml")
+    policy = kvpolicy.load(place / "heads.yaml")
+    assert policy.about["command"].startswith("kvpolicy profile --model model --text text.txt")
+    assert policy.about["texts"][0]["spec"] == "text.txt" and policy.about["model"]["class"]
+    for mistaken, message in [
+        ([], "heads.yaml is there already: add --overwrite"),
+        (["--overwrite", "--join", "sum"], "--join is max or mean, not 'sum'"),
+        (["--overwrite", "--text", "none.txt"], "no text file none.txt"),
+    ]:
+        assert run(*words, *mistaken)[:2] == (2, "")
+        status, out, err = run(*words, *mistaken)
+        assert message in err and err.count("\n") == 1
+    asked = ["--model", "model", "--prompt", "some words of the text", "--max-new-tokens", 3]
+    assert run("generate", *asked, "--policy", "heads.yaml")[0] == 0
+    assert run("generate", *asked, "--policy", "kvzip", "--budget", "0.5", "--show-kept")[0] == 0
+    status, out, err = run("generate", *asked, "--policy", "heads.yaml", "--budget", "9")
+    assert status == 2 and "leave the budget out" in err
+    status, out, err = run(*compare(policies="heads.yaml,h2o", out="duo"))
+    assert status == 0 and "heads.yaml" in out
+    status, out, err = run(*compare(policies="kvzip,h2o", out="zip"))
+    assert status == 2 and err.startswith("kvpolicy: kvzip chooses by a pass over a prompt")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -298,11 +298,13 @@ def test_snapkv_of_a_kernel_of_one_does_not_pool() -> None:
 
 
 def complete() -> list[str]:
-    """Kinds that need to be told nothing, and evict."""
+    """Kinds that need nothing but a prompt, and evict."""
     return sorted(
         kind
         for kind, policy in registry().policies.items()
-        if policy.bounded is True and not any(field.is_required() for field in policy.model_fields.values())
+        if policy.bounded is True
+        and not any(field.is_required() for field in policy.model_fields.values())
+        and not any(load(kind).rehearsing())
     )
 
 

@@ -17,9 +17,9 @@ from kvpolicy.plugins import Registry, registry, subclasses_in
 from kvpolicy.policy import EvictionPolicy
 
 FIRST_PARTY = {
-    "a2sf", "ahakv", "cake", "criticalkv", "expected_attention", "full", "h2o", "heavy", "keydiff", "keyformer",
-    "kivi", "knorm", "lagkv", "lfu", "lru", "nacl", "quest", "random", "recent", "rkv", "scissorhands", "sinks",
-    "snapkv", "span", "streaming_llm", "tova", "vatp",
+    "a2sf", "ahakv", "cake", "criticalkv", "duo_attention", "expected_attention", "full", "h2o", "heavy", "keydiff",
+    "keyformer", "kivi", "knorm", "kvzip", "lagkv", "lfu", "lru", "nacl", "quest", "random", "recent", "rkv",
+    "scissorhands", "sinks", "snapkv", "span", "streaming_llm", "tova", "vatp",
 }  # fmt: skip
 
 IMPORTS = """

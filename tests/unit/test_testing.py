@@ -50,6 +50,7 @@ COMPOSED: dict[str, dict[str, Any]] = {
     "cascade": {"narrow": "h2o", "pick": "lru"},
     "phases": {"prefill": "snapkv", "decode": "streaming_llm"},
     "layers": {"at": {"0": "full"}, "default": "h2o"},
+    "heads": {"at": {"0": "full"}, "default": "h2o"},
     "protect": {"sinks": 2, "spans": [[5, 7]], "of": "lru"},
     "every": {"tokens": 4, "of": "h2o"},
 }
