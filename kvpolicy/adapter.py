@@ -199,6 +199,11 @@ class Attachment:
     """The config of each layer's attention module."""
     owned: bool
 
+    @property
+    def layers(self) -> int:
+        """How many layers of attention the model has."""
+        return len(self.configs)
+
     def output(self, layer: int) -> Callable[[], Tensor]:
         """What gives the weights of a layer's output projection, without holding the model.
 
