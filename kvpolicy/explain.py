@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from kvpolicy.budget import Budget, LayerBudget, layer_budgets
-from kvpolicy.cache import GROWTH, UNBOUNDED
 from kvpolicy.compose import Composite
 from kvpolicy.compose.protect import with_prefix
 from kvpolicy.config import read
 from kvpolicy.errors import BudgetError, ConfigError
 from kvpolicy.measured import least_tokens
-from kvpolicy.policy import EvictionPolicy, HeadField, Need, SlotField, View
+from kvpolicy.policy import UNBOUNDED, EvictionPolicy, HeadField, Need, SlotField, View
+from kvpolicy.pool import GROWTH
 from kvpolicy.ragged import PAGE, heads_differ
 
 

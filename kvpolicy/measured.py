@@ -20,7 +20,7 @@ from kvpolicy.errors import BudgetError
 from kvpolicy.policy import EvictionPolicy, View, as_if_alone
 
 if TYPE_CHECKING:
-    from kvpolicy.cache import SlotPool
+    from kvpolicy.pool import SlotPool
 
 
 @dataclass

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvpolicy.cache import EMPTY, SlotPool, _gathered, _grown
 from kvpolicy.policy import EvictionPolicy
+from kvpolicy.pool import EMPTY, SlotPool, gathered, grown
 from kvpolicy.select import lowest, survivors
 from kvpolicy.storage import Storage
 
@@ -194,7 +194,7 @@ class Coded:
     def grown(self, slots: int) -> Coded:
         """With `slots` slots, the new ones empty."""
         ranges = self.layout.ranges(slots)[0]
-        codes, scale, zero = _grown(self.codes, slots, 0), _grown(self.scale, ranges, 0), _grown(self.zero, ranges, 0)
+        codes, scale, zero = grown(self.codes, slots, 0), grown(self.scale, ranges, 0), grown(self.zero, ranges, 0)
         return replace(self, codes=codes, scale=scale, zero=zero)
 
     def decoded(self) -> Tensor:
@@ -245,7 +245,7 @@ class Coded:
 
 
 class QuantisedPool(SlotPool):
-    """A :class:`~kvpolicy.cache.SlotPool` with its first slots quantised and the others in full precision.
+    """A :class:`~kvpolicy.pool.SlotPool` with its first slots quantised and the others in full precision.
 
     A call of several tokens brings everything into full precision for as long as it lasts. What was quantised before
     keeps its codes all the same.
@@ -361,10 +361,10 @@ class QuantisedPool(SlotPool):
         if self.coded:
             self.store = self._joined(keys, values, order[..., : self.coded], before)
         staying = (order[..., self.coded :] - before).clamp(max=loose.shape[2] - 1)
-        self.keys, self.values = _gathered(keys, staying), _gathered(values, staying)
-        self._positions = _gathered(_grown(self._positions, self.used + 1, EMPTY), order)
+        self.keys, self.values = gathered(keys, staying), gathered(values, staying)
+        self._positions = gathered(grown(self._positions, self.used + 1, EMPTY), order)
         self._fields = {
-            name: _gathered(_grown(self._fields[name], self.used + 1, field.fill), order)
+            name: gathered(grown(self._fields[name], self.used + 1, field.fill), order)
             for name, field in self._declared.items()
         }
         self.used, self.holes, self.whole, self._since = order.shape[2], True, False, 0
@@ -418,7 +418,7 @@ class QuantisedPool(SlotPool):
         source = (order - before).clamp(0, keys.shape[2] - 1)
         found = []
         for coded, new in zip(self.store or self._nothing(keys, values), (keys, values), strict=True):
-            found.append(coded.grown(self.coded).joined(_gathered(new, source), fresh, there))
+            found.append(coded.grown(self.coded).joined(gathered(new, source), fresh, there))
         return found[0], found[1]
 
     def _nothing(self, keys: Tensor, values: Tensor) -> tuple[Coded, Coded]:

@@ -19,9 +19,9 @@ from torch import Tensor
 from kvpolicy.attention.blocks import Part
 from kvpolicy.attention.rows import AttentionRows
 from kvpolicy.budget import LayerBudget
-from kvpolicy.cache import EMPTY, GROWTH, SlotPool, _gathered, _grown
 from kvpolicy.errors import ConfigError
 from kvpolicy.policy import UNBOUNDED, EvictionPolicy, View
+from kvpolicy.pool import EMPTY, GROWTH, SlotPool, gathered, grown
 from kvpolicy.select import counted, survivors
 
 PAGE = 16
@@ -87,7 +87,7 @@ class Pages:
 
 
 class RaggedPool(SlotPool):
-    """A :class:`~kvpolicy.cache.SlotPool` whose heads hold what an allocator, or the policy, gives them at each cut.
+    """A :class:`~kvpolicy.pool.SlotPool` whose heads hold what an allocator, or the policy, gives them at each cut.
 
     Heads without a bound, and all heads while tokens may gather, fill up the slots they have; when one may have none
     left, those heads get more pages.
@@ -296,8 +296,8 @@ class RaggedPool(SlotPool):
 
     def _take(self, order: Tensor, positions: Tensor) -> None:
         """Hold the slots in `order` ``[batch, kv_heads, n]`` alone."""
-        self.keys, self.values = _gathered(self.keys, order), _gathered(self.values, order)
-        self._fields = {name: _gathered(state, order) for name, state in self._fields.items()}
+        self.keys, self.values = gathered(self.keys, order), gathered(self.values, order)
+        self._fields = {name: gathered(state, order) for name, state in self._fields.items()}
         self._positions = positions
         self.used = order.shape[-1]
 
@@ -355,7 +355,7 @@ class RaggedPool(SlotPool):
 
 def _resized(state: Tensor, slots: int, fill: float) -> Tensor:
     """`state` ``[batch, kv_heads, n, ...]`` with `slots` slots: cut, or filled."""
-    return state[:, :, :slots] if state.shape[2] >= slots else _grown(state, slots, fill)
+    return state[:, :, :slots] if state.shape[2] >= slots else grown(state, slots, fill)
 
 
 # -- who is divided, and all layers together -------------------------------------------------------------------

@@ -18,7 +18,7 @@ from kvpolicy.attention.rows import AttentionRows
 from kvpolicy.policy import Need
 
 if TYPE_CHECKING:
-    from kvpolicy.cache import SlotPool
+    from kvpolicy.pool import SlotPool
 
 _CPU_BLOCK_BYTES = 1 << 22  # smaller blocks spend more on calls, larger ones leave the processor's caches
 _GPU_BLOCK_BYTES = 1 << 26

@@ -21,7 +21,7 @@ from kvpolicy.attention.blocks import Scoring
 from kvpolicy.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from kvpolicy.cache import SlotPool
+    from kvpolicy.pool import SlotPool
 
 PREFIX = "kvpolicy|"
 UNORDERED = -1

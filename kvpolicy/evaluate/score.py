@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.nn.functional import kl_div
 
 from kvpolicy.budget import Budget
-from kvpolicy.cache import UNBOUNDED, EvictionCache
+from kvpolicy.cache import EvictionCache
 from kvpolicy.errors import EvaluationError
 from kvpolicy.evaluate.models import cache_argument, last_logits_only
 from kvpolicy.evaluate.together import Together
-from kvpolicy.policy import EvictionPolicy
+from kvpolicy.policy import UNBOUNDED, EvictionPolicy
 
 
 class Tape:

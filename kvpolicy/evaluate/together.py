@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvpolicy.attention.blocks import Scoring
-from kvpolicy.cache import EvictionCache, SlotPool
+from kvpolicy.cache import EvictionCache
+from kvpolicy.pool import SlotPool
 
 
 class Together(EvictionCache):

@@ -11,8 +11,8 @@ import torch
 
 import kvpolicy
 from kvpolicy import EvictionCache
-from kvpolicy.cache import GROWTH, SlotPool
 from kvpolicy.errors import BudgetError, ConfigError, KVPolicyError
+from kvpolicy.pool import GROWTH, SlotPool
 from tests import tiny
 from tests.reference import RULES
 

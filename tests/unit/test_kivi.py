@@ -15,9 +15,9 @@ from transformers import DynamicCache
 
 from kvpolicy import EvictionCache, cli, load
 from kvpolicy.attention.blocks import Scoring, attend
-from kvpolicy.cache import SlotPool
 from kvpolicy.errors import BudgetError, ConfigError
 from kvpolicy.explain import explain
+from kvpolicy.pool import SlotPool
 from kvpolicy.quantised import Coded, PerChannel, PerToken, Quantised, QuantisedPool, pack, unpack
 from kvpolicy.testing import check_policy
 from tests import folder, tiny
