@@ -1,6 +1,6 @@
 """Policies made of policies, one file each. They are ordinary policies with a ``kind`` and nest freely."""
 
-from kvpolicy.compose._base import Composite, has_score
+from kvpolicy.compose._base import Composite, Wrapper, has_score
 from kvpolicy.compose.blend import Blend
 from kvpolicy.compose.cascade import Cascade
 from kvpolicy.compose.every import Every
@@ -24,6 +24,7 @@ __all__ = [
     "Phases",
     "Protect",
     "Union",
+    "Wrapper",
     "has_score",
 ]
 

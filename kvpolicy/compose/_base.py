@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from pydantic import AfterValidator, model_validator
@@ -150,6 +150,25 @@ class Composite(EvictionPolicy):
                 part.check(tokens, prefix)
             except BudgetError as error:
                 raise BudgetError(f"{self.kind}.{name}: {error}") from None
+
+
+class Wrapper(Composite):
+    """A policy around one other, `of`, that leaves to it whatever it does not override."""
+
+    if TYPE_CHECKING:
+        of: EvictionPolicy
+
+    def children(self) -> Iterator[tuple[str, EvictionPolicy]]:
+        yield "of", self.of
+
+    def with_parts(self, change: Callable[[EvictionPolicy], EvictionPolicy]) -> EvictionPolicy:
+        return self.replaced(of=change(self.of))
+
+    def room(self, decoding: bool) -> float:
+        return self.of.room(decoding)
+
+    def protected(self, view: View) -> Tensor | None:
+        return self.of.protected(view.part("of"))
 
 
 def _evicting(policy: EvictionPolicy) -> None:

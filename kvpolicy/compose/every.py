@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 from torch import Tensor
 
-from kvpolicy.compose._base import Composite
-from kvpolicy.policy import EvictionPolicy, Policy, View
+from kvpolicy.compose._base import Wrapper
+from kvpolicy.policy import Policy, View
 
 
-class Every(Composite):
+class Every(Wrapper):
     """Lets up to ``tokens - 1`` tokens more than the budget gather before it is cut to the budget again.
 
     Less work a step, for that many slots more. Whatever divides a budget over heads divides it anew at each cut.
@@ -24,17 +23,8 @@ class Every(Composite):
     of: Policy
     """The policy that decides what goes."""
 
-    def children(self) -> Iterator[tuple[str, EvictionPolicy]]:
-        yield "of", self.of
-
-    def with_parts(self, change: Callable[[EvictionPolicy], EvictionPolicy]) -> EvictionPolicy:
-        return self.replaced(of=change(self.of))
-
     def room(self, decoding: bool) -> float:
         return self.of.room(decoding) + self.tokens - 1
-
-    def protected(self, view: View) -> Tensor | None:
-        return self.of.protected(view.part("of"))
 
     def certain(self, view: View) -> Tensor:
         return self.certain_of("of", view)

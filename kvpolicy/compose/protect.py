@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import AfterValidator, StrictBool, StrictInt, model_validator
 from torch import Tensor
 
-from kvpolicy.compose._base import Composite
+from kvpolicy.compose._base import Wrapper
 from kvpolicy.errors import BudgetError, ConfigError
 from kvpolicy.policy import EvictionPolicy, Policy, Share, Tokens, View, share_of
 from kvpolicy.select import raised
@@ -24,7 +23,7 @@ def _in_order(spans: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]
     return spans
 
 
-class Protect(Composite):
+class Protect(Wrapper):
     """Sinks, recents, spans of positions and the user's prefix stay; `of` decides about the rest with what is left.
 
     What is protected is part of the budget, and `of` sees neither those tokens nor that part of it. One ``protect``
@@ -53,12 +52,6 @@ class Protect(Composite):
             raise ValueError(f"{self.of.kind} keeps everything, so there is nothing to protect: leave protect out")
         return self
 
-    def children(self) -> Iterator[tuple[str, EvictionPolicy]]:
-        yield "of", self.of
-
-    def with_parts(self, change: Callable[[EvictionPolicy], EvictionPolicy]) -> EvictionPolicy:
-        return self.replaced(of=change(self.of))
-
     def for_layer(self, layer: int, layers: int) -> EvictionPolicy:
         of = self.of.for_layer(layer, layers)
         if of.selects:  # nothing goes in this layer
@@ -74,9 +67,6 @@ class Protect(Composite):
             prefix=self.prefix or of.prefix,
             of=of.of,
         )
-
-    def room(self, decoding: bool) -> float:
-        return self.of.room(decoding)
 
     def check(self, budget: int, prefix: int = 0) -> None:
         recent = self.recent if isinstance(self.recent, int) else 1

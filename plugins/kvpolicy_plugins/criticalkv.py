@@ -1,14 +1,14 @@
 """CriticalKV: the tokens with the best score of any policy, half of them weighed by what values do to the output."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from kvpolicy.compose import Composite, has_score
-from kvpolicy.policy import Changed, EvictionPolicy, Need, Policy, Share, SlotField, View
+from kvpolicy.compose import Wrapper, has_score
+from kvpolicy.policy import Changed, Need, Policy, Share, SlotField, View
 from kvpolicy.select import raised, top
 from kvpolicy_plugins._vectors import wide
 from kvpolicy_plugins._weighing import weighed
@@ -16,7 +16,7 @@ from kvpolicy_plugins._weighing import weighed
 _NUMBERS = 1 << 22  # of projected values at once
 
 
-class CriticalKV(Composite):
+class CriticalKV(Wrapper):
     """The second stage of CriticalKV (Feng et al., 2025, arXiv 2502.03805), for any policy that gives scores.
 
     A part `first` of the budget goes to the best by the policy `of`, what it protects among them. The rest goes to the
@@ -43,15 +43,6 @@ class CriticalKV(Composite):
     def needs(self) -> frozenset[Need]:  # type: ignore[override]
         return super().needs | {Need.OUTPUT}
 
-    def children(self) -> Iterator[tuple[str, EvictionPolicy]]:
-        yield "of", self.of
-
-    def with_parts(self, change: Callable[[EvictionPolicy], EvictionPolicy]) -> EvictionPolicy:
-        return self.replaced(of=change(self.of))
-
-    def room(self, decoding: bool) -> float:
-        return self.of.room(decoding)
-
     def observe(self, view: View) -> Mapping[str, Tensor | Changed]:
         found = dict(super().observe(view))
         if view.attention is None or view.attention.final:  # once a call; attention itself is no matter
@@ -64,9 +55,6 @@ class CriticalKV(Composite):
         slot = view.positions.argmax(-1, keepdim=True)
         value = view.values.gather(2, slot.unsqueeze(-1).expand(-1, -1, -1, view.values.shape[-1]))
         return Changed(slot, reach(value, view.output))
-
-    def protected(self, view: View) -> Tensor | None:
-        return self.of.protected(view.part("of"))
 
     def priority(self, view: View) -> tuple[Tensor, ...]:
         priority = self.of.priority(view.part("of"))

@@ -1,20 +1,19 @@
 """KIVI: what a policy keeps is stored in a few bits."""
 
-from collections.abc import Callable, Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from kvpolicy.compose import Composite
+from kvpolicy.compose import Wrapper
 from kvpolicy.errors import BudgetError
-from kvpolicy.policy import EvictionPolicy, Policy, Tokens, View
+from kvpolicy.policy import Policy, Tokens, View
 from kvpolicy.quantised import Quantised
 from kvpolicy.storage import Storage
 from kvpolicy_plugins.full import Full
 
 
-class KIVI(Composite):
+class KIVI(Wrapper):
     """Tuning-free asymmetric quantisation (Liu et al., ICML 2024, arXiv 2402.02750) of what `of` keeps.
 
     Keys are quantised per channel and values per token; the newest tokens stay in full precision. `of` decides what
@@ -48,18 +47,6 @@ class KIVI(Composite):
                 "raise the budget or lower residual"
             )
         super().check(budget, prefix)
-
-    def children(self) -> Iterator[tuple[str, EvictionPolicy]]:
-        yield "of", self.of
-
-    def with_parts(self, change: Callable[[EvictionPolicy], EvictionPolicy]) -> EvictionPolicy:
-        return self.replaced(of=change(self.of))
-
-    def room(self, decoding: bool) -> float:
-        return self.of.room(decoding)
-
-    def protected(self, view: View) -> Tensor | None:
-        return self.of.protected(view.part("of"))
 
     def certain(self, view: View) -> Tensor:
         return self.certain_of("of", view)

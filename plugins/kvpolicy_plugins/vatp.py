@@ -1,18 +1,17 @@
 """VATP: the tokens with the best score of any policy, weighed by the length of their values."""
 
-from collections.abc import Callable, Iterator
 from typing import Literal
 
 from pydantic import model_validator
 from torch import Tensor
 
-from kvpolicy.compose import Composite, has_score
-from kvpolicy.policy import EvictionPolicy, Policy, View
+from kvpolicy.compose import Wrapper, has_score
+from kvpolicy.policy import Policy, View
 from kvpolicy_plugins._vectors import wide
 from kvpolicy_plugins._weighing import weighed
 
 
-class VATP(Composite):
+class VATP(Wrapper):
     """Value-aware token pruning (Guo et al., EMNLP 2024, arXiv 2406.12335), for any policy that gives scores.
 
     The priority of `of` is multiplied by the norm of each token's value: a token that is looked at and brings little is
@@ -32,18 +31,6 @@ class VATP(Composite):
         if not has_score(self.of):
             raise ValueError(f"needs a policy with a score, and {self.of.kind} only has an order: put it inside")
         return self
-
-    def children(self) -> Iterator[tuple[str, EvictionPolicy]]:
-        yield "of", self.of
-
-    def with_parts(self, change: Callable[[EvictionPolicy], EvictionPolicy]) -> EvictionPolicy:
-        return self.replaced(of=change(self.of))
-
-    def room(self, decoding: bool) -> float:
-        return self.of.room(decoding)
-
-    def protected(self, view: View) -> Tensor | None:
-        return self.of.protected(view.part("of"))
 
     def priority(self, view: View) -> tuple[Tensor, ...]:
         priority = self.of.priority(view.part("of"))
