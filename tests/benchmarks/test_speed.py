@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.tiny import cache_argument
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 KEPT = 819
+RECOMMENDED = Path(__file__).parents[2] / "docs" / "recipes" / "recommended.yaml"
 POLICIES = ["h2o", "lru", "random", "streaming_llm"]
 
 
@@ -95,6 +97,15 @@ def test_decode_step_of_ragged_heads(rows: int, model: Any, against: Any) -> Non
     ours = filled(model, EvictionCache(model, "h2o", budget=divided), prompt(rows, KEPT + 200), KEPT + 200)
     equal = filled(model, EvictionCache(model, "h2o", budget=KEPT), prompt(rows, KEPT + 200), KEPT + 200)
     against(steps(model, ours, rows, 4), steps(model, equal, rows, 4), 8, "equal heads")
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_decode_step_of_the_recommended_recipe(rows: int, model: Any, against: Any) -> None:
+    """What three opinions cost: a step of docs/recipes/recommended.yaml, over H2O that keeps as many."""
+    tokens = prompt(rows, KEPT + 20)
+    ours = filled(model, EvictionCache(model, RECOMMENDED, budget=KEPT), tokens)
+    h2o = filled(model, EvictionCache(model, "h2o", budget=KEPT), tokens)
+    against(steps(model, ours, rows, 4), steps(model, h2o, rows, 4), 8, "h2o")
 
 
 @pytest.mark.parametrize(("kind", "rows", "seen"), [("h2o", 8, 2560), ("streaming_llm", 8, 2560), ("h2o", 1, 4096)])
