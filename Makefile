@@ -35,7 +35,7 @@ demo: install ## Compare five policies on a small real model; writes demo/report
 	@echo "Open demo/report.html in a browser."
 
 test: install ## Run the tests, the examples of the documentation among them
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(TESTS)
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile $(TESTS)
 
 slow: install ## Run the tests that build wheels and environments
 	$(BIN)/python -m pytest tests/slow

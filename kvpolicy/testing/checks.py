@@ -200,7 +200,7 @@ class _Protection(Spy):
 def selection(case: Case) -> None:
     """A step attends to slots that are there and hold a token, or to none (-1), each once."""
     if not case.policy.selects:
-        raise NotApplicable("it attends to all that it keeps")
+        return  # it attends to all that it keeps
     model, prompt = models.llama(), case.prompt()
     tokens, mask = _padded_batch([prompt, 3], steps=6)
     for ids, real in ((models.ids(2, prompt + 6), None), (tokens, mask)):

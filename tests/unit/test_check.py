@@ -47,7 +47,7 @@ def test_problems_of_all_files_are_shown_where_they_are(check):
         own.yaml:4:10: of.sinks: must be a valid integer, not 'x'
           sinks: x
                  ^
-        base.yaml:2:27: of.sink: unknown option 'sink'; did you mean 'sinks'? streaming_llm has: sinks
+        base.yaml:2:27: of.sink: unknown option 'sink'; did you mean 'sinks'? streaming_llm has: sinks, positions
         of: {kind: streaming_llm, sink: 1}
                                   ^
         good.yaml: ok, lru

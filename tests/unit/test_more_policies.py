@@ -487,7 +487,7 @@ def test_checks(name: str) -> None:
 
 def test_every_rule_is_tried() -> None:
     others = {"h2o", "kivi", "lru", "snapkv", "vatp", "criticalkv", "union"}
-    assert {spec["kind"] for spec in SPECS.values()} == {*MORE, *others}
+    assert {spec["kind"] for spec in SPECS.values()} == {*MORE, *others} - {"quest"}  # which has a file of its own
 
 
 @every

@@ -121,7 +121,8 @@ def compare(pytester: pytest.Pytester, *words: str) -> pytest.RunResult:
     return pytester.runpytest("-p", "no:cacheprovider", *words)
 
 
-def test_a_comparison(pytester: pytest.Pytester) -> None:
+def test_a_comparison(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # benchmarks do not run where tests run side by side
     pytester.makepyfile("def test_other(): pass")
     result = compare(pytester, "--kvpolicy-compare", "snapkv", "--benchmark-only")
     result.assert_outcomes(passed=12, skipped=1)
