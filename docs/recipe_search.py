@@ -1,4 +1,4 @@
-"""The last round of the search for docs/recipes/recommended.yaml: ``python docs/recipe_search.py`` (half an hour).
+"""The last round of the search for docs/recipes/three-opinions.yaml: ``python docs/recipe_search.py`` (half an hour).
 
 Mixes are compared on samples that the comparison of docs/compared.md does not use (seed 2), and sorted by the mean of
 log(1 + increase of perplexity) over two texts and three budgets. Earlier rounds tried single scores: decay from 0.9 to

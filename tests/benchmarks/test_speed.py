@@ -21,7 +21,7 @@ from tests.tiny import cache_argument
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 KEPT = 819
-RECOMMENDED = Path(__file__).parents[2] / "docs" / "recipes" / "recommended.yaml"
+OPINIONS = Path(__file__).parents[2] / "docs" / "recipes" / "three-opinions.yaml"
 POLICIES = ["h2o", "lru", "random", "streaming_llm"]
 
 
@@ -100,10 +100,10 @@ def test_decode_step_of_ragged_heads(rows: int, model: Any, against: Any) -> Non
 
 
 @pytest.mark.parametrize("rows", [1, 8])
-def test_decode_step_of_the_recommended_recipe(rows: int, model: Any, against: Any) -> None:
-    """What three opinions cost: a step of docs/recipes/recommended.yaml, over H2O that keeps as many."""
+def test_decode_step_of_three_opinions(rows: int, model: Any, against: Any) -> None:
+    """What three opinions cost: a step of docs/recipes/three-opinions.yaml, over H2O that keeps as many."""
     tokens = prompt(rows, KEPT + 20)
-    ours = filled(model, EvictionCache(model, RECOMMENDED, budget=KEPT), tokens)
+    ours = filled(model, EvictionCache(model, OPINIONS, budget=KEPT), tokens)
     h2o = filled(model, EvictionCache(model, "h2o", budget=KEPT), tokens)
     against(steps(model, ours, rows, 4), steps(model, h2o, rows, 4), 8, "h2o")
 

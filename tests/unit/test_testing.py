@@ -309,7 +309,7 @@ class HoldsMore(Base):
     evicting: ClassVar[bool] = True
 
     def room(self, decoding: bool) -> float:
-        return 3 if sys._getframe(1).f_code.co_filename.endswith("cache.py") else 0
+        return 3 if sys._getframe(1).f_code.co_filename.endswith("pool.py") else 0
 
 
 class SelectsTwice(Base):
@@ -413,7 +413,6 @@ def test_a_rule_that_says_otherwise() -> None:
         ("heads", Base(), {"head"}),
         ("padding", load({"kind": "every", "tokens": 3, "of": "h2o"}), ()),
         ("reference", Base(), ()),
-        ("selection", Base(), ()),
         ("slots", load("full"), ()),
     ],
 )
