@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import kvpolicy
-from kvpolicy import EvictionCache
+from kvpolicy import EvictionCache, adapter
 from kvpolicy.adapter import ModelAdapter
 from kvpolicy.errors import ConfigError, NotAttachedError, UnsupportedModelError
 from kvpolicy.source import Handed, handed
@@ -225,14 +224,14 @@ def test_a_module_that_is_not_of_transformers() -> None:
 
 
 def test_a_transformers_too_old(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "__version__", "5.16.2")
+    monkeypatch.setattr(adapter.transformers, "__version__", "5.16.2")
     with pytest.raises(UnsupportedModelError, match=r"5\.16\.2 is too old; kvpolicy needs 5\.17"):
         kvpolicy.attach(model)
 
 
 @pytest.mark.parametrize("version", ["5.17.0", "5.24.0.dev0", "6.0.0rc1", "5.100"])
 def test_a_transformers_new_enough(model: Any, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(transformers, "__version__", version)
+    monkeypatch.setattr(adapter.transformers, "__version__", version)
     kvpolicy.attach(model)
 
 
