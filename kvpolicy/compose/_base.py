@@ -170,6 +170,12 @@ class Wrapper(Composite):
     def protected(self, view: View) -> Tensor | None:
         return self.of.protected(view.part("of"))
 
+    def certain(self, view: View) -> Tensor:
+        return self.certain_of("of", view)
+
+    def ranking(self, view: View) -> tuple[Tensor, ...]:
+        return self.of.ranking(view.part("of"))
+
 
 def _evicting(policy: EvictionPolicy) -> None:
     if policy.selects:

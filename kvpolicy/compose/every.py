@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import Field
-from torch import Tensor
 
 from kvpolicy.compose._base import Wrapper
-from kvpolicy.policy import Policy, View
+from kvpolicy.policy import Policy
 
 
 class Every(Wrapper):
@@ -25,9 +24,3 @@ class Every(Wrapper):
 
     def room(self, decoding: bool) -> float:
         return self.of.room(decoding) + self.tokens - 1
-
-    def certain(self, view: View) -> Tensor:
-        return self.certain_of("of", view)
-
-    def ranking(self, view: View) -> tuple[Tensor, ...]:
-        return self.of.ranking(view.part("of"))

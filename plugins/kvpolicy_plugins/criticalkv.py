@@ -4,19 +4,17 @@ from collections.abc import Mapping
 from typing import Literal
 
 import torch
-from pydantic import model_validator
 from torch import Tensor
 
-from kvpolicy.compose import Wrapper, has_score
 from kvpolicy.policy import Changed, Need, Policy, Share, SlotField, View
 from kvpolicy.select import raised, top
 from kvpolicy_plugins._vectors import wide
-from kvpolicy_plugins._weighing import weighed
+from kvpolicy_plugins._weighing import Weighed
 
 _NUMBERS = 1 << 22  # of projected values at once
 
 
-class CriticalKV(Wrapper):
+class CriticalKV(Weighed):
     """The second stage of CriticalKV (Feng et al., 2025, arXiv 2502.03805), for any policy that gives scores.
 
     A part `first` of the budget goes to the best by the policy `of`, what it protects among them. The rest goes to the
@@ -32,12 +30,6 @@ class CriticalKV(Wrapper):
     """How much of the budget is chosen by the score alone: tokens, or a share."""
 
     reach = SlotField(fill=0.0)
-
-    @model_validator(mode="after")
-    def _has_scores(self) -> "CriticalKV":
-        if not has_score(self.of):
-            raise ValueError(f"needs a policy with a score, and {self.of.kind} only has an order: put it inside")
-        return self
 
     @property
     def needs(self) -> frozenset[Need]:  # type: ignore[override]
@@ -56,10 +48,8 @@ class CriticalKV(Wrapper):
         value = view.values.gather(2, slot.unsqueeze(-1).expand(-1, -1, -1, view.values.shape[-1]))
         return Changed(slot, reach(value, view.output))
 
-    def priority(self, view: View) -> tuple[Tensor, ...]:
-        priority = self.of.priority(view.part("of"))
-        first, *rest = priority if isinstance(priority, tuple) else (priority,)
-        return weighed(first, view["reach"], view.valid), *rest
+    def weights(self, view: View) -> Tensor:
+        return view["reach"]
 
     def ranking(self, view: View) -> tuple[Tensor, ...]:
         by_score = self.of.ranking(view.part("of"))

@@ -3,11 +3,10 @@
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from kvpolicy.compose import Wrapper
 from kvpolicy.errors import BudgetError
-from kvpolicy.policy import Policy, Tokens, View
+from kvpolicy.policy import Policy, Tokens
 from kvpolicy.quantised import Quantised
 from kvpolicy.storage import Storage
 from kvpolicy_plugins.full import Full
@@ -47,9 +46,3 @@ class KIVI(Wrapper):
                 "raise the budget or lower residual"
             )
         super().check(budget, prefix)
-
-    def certain(self, view: View) -> Tensor:
-        return self.certain_of("of", view)
-
-    def ranking(self, view: View) -> tuple[Tensor, ...]:
-        return self.of.ranking(view.part("of"))

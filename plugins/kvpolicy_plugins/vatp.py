@@ -2,16 +2,14 @@
 
 from typing import Literal
 
-from pydantic import model_validator
 from torch import Tensor
 
-from kvpolicy.compose import Wrapper, has_score
 from kvpolicy.policy import Policy, View
 from kvpolicy_plugins._vectors import wide
-from kvpolicy_plugins._weighing import weighed
+from kvpolicy_plugins._weighing import Weighed
 
 
-class VATP(Wrapper):
+class VATP(Weighed):
     """Value-aware token pruning (Guo et al., EMNLP 2024, arXiv 2406.12335), for any policy that gives scores.
 
     The priority of `of` is multiplied by the norm of each token's value: a token that is looked at and brings little is
@@ -26,14 +24,5 @@ class VATP(Wrapper):
     norm: Literal["l1", "l2"] = "l1"
     """Which norm of a value."""
 
-    @model_validator(mode="after")
-    def _has_scores(self) -> "VATP":
-        if not has_score(self.of):
-            raise ValueError(f"needs a policy with a score, and {self.of.kind} only has an order: put it inside")
-        return self
-
-    def priority(self, view: View) -> tuple[Tensor, ...]:
-        priority = self.of.priority(view.part("of"))
-        first, *rest = priority if isinstance(priority, tuple) else (priority,)
-        lengths = wide(view.values).norm(p=1 if self.norm == "l1" else 2, dim=-1)
-        return weighed(first, lengths, view.valid), *rest
+    def weights(self, view: View) -> Tensor:
+        return wide(view.values).norm(p=1 if self.norm == "l1" else 2, dim=-1)
