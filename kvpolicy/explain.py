@@ -293,6 +293,11 @@ class _Layer:
             bytes=self._bytes(tokens, slots),
         )
 
+    @property
+    def _size(self) -> tuple[int, int]:
+        """Numbers in a key, and bytes of a number."""
+        return self.shape.head_dim, _size(self.shape.dtype)
+
     def _mean(self, tokens: int | None) -> int | None:
         """What heads may keep on average, where some evict nothing."""
         if tokens is None or not self.policy.divided:
@@ -319,7 +324,7 @@ class _Layer:
         except BudgetError as error:
             where = f"layer {self.index}: " if self.budget.budget.layers is not None else ""
             raise BudgetError(f"{where}{error}") from error
-        return tokens
+        return tokens if self.policy.storage is None else self.policy.storage.tokens(tokens, *self._size)
 
     def _floor(self, tokens: int | None) -> int | None:
         """What a layer has at least, where layers are measured."""
@@ -397,8 +402,7 @@ class _Layer:
             keys_and_values = slots * self.shape.token
             has_free_slot = self._cut(tokens) and not self.policy.room(decoding=True)
         else:
-            size = self.shape.head_dim, _size(self.shape.dtype)
-            keys_and_values = heads * storage.nbytes(self._held(tokens), self._most(tokens), *size)
+            keys_and_values = heads * storage.nbytes(self._held(tokens), self._most(tokens), *self._size)
             has_free_slot = True
         return Bytes(
             keys_and_values=keys_and_values,

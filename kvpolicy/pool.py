@@ -464,6 +464,9 @@ class SlotPool(CacheLayerMixin):
             rows = [self.budget.resolve(tokens) for tokens in self.seen.flatten().tolist()]
         if self.limit is None:  # a budget that grows holds later what it holds now
             self.policy.check(min(rows), self.most_prefix)
+        if (storage := self.policy.storage) is not None:
+            assert self.keys is not None
+            rows = [storage.tokens(tokens, self.keys.shape[-1], self.keys.element_size()) for tokens in rows]
         self.limit_to(rows)
         self.average = self.limit if self.limits is None else self.limits
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvpolicy.errors import BudgetError
 from kvpolicy.policy import EvictionPolicy
 from kvpolicy.pool import EMPTY, SlotPool, gathered, grown
 from kvpolicy.select import lowest, survivors
@@ -35,6 +36,8 @@ class Quantised(Storage):
     """Slots of a channel that share a scale (keys), and channels of a slot that do (values)."""
     residual: int = 32
     """How many newest tokens of a head stay in full precision, at least."""
+    by_bytes: bool = False
+    """Whether a budget is the bytes that so many tokens take in full precision."""
 
     @property
     def pool(self) -> type[SlotPool]:
@@ -48,6 +51,24 @@ class Quantised(Storage):
     def full(self, most: float) -> int:
         """Slots in full precision of a head that holds at most `most` tokens: the newest, and space for a group."""
         return int(min(self.residual + self.group, most + 1))
+
+    def tokens(self, budget: int, width: int, itemsize: int) -> int:
+        if not self.by_bytes:
+            return budget
+        plain = 2 * (budget + 1) * width * itemsize
+        held = self.residual + self.group
+        first, second = (self.nbytes(tokens, tokens, width, itemsize) for tokens in (held, held + self.group))
+        if plain < first:
+            raise self.too_little(budget)
+        return held + (plain - first) // (second - first) * self.group
+
+    def too_little(self, budget: int) -> BudgetError:
+        """What to say of bytes in which nothing would be quantised."""
+        return BudgetError(
+            f"kivi: the bytes of {budget} tokens are too few for {self.residual + self.group} in full precision "
+            f"(residual {self.residual}, and a group of {self.group} to come) and some in {self.bits} bits; raise the "
+            "budget, or lower residual or group"
+        )
 
     def slots(self, held: int, most: float) -> int:
         return self.groups(held) * self.group + self.full(most)

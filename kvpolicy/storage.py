@@ -23,6 +23,16 @@ class Storage:
         """The class of the pool."""
         raise NotImplementedError(f"{type(self).__name__} must define pool")
 
+    def tokens(self, budget: int, width: int, itemsize: int) -> int:
+        """Tokens of a head that a budget of so many buys: as many, unless bytes are what counts.
+
+        `width` is that of a key, `itemsize` that of a number as the model has it.
+
+        Raises:
+            BudgetError: it buys too few for the storage to make sense.
+        """
+        return budget
+
     def slots(self, held: int, most: float) -> int:
         """Slots of a head that holds `held` tokens after its prompt and at most `most` while decoding."""
         raise NotImplementedError(f"{type(self).__name__} must define slots()")

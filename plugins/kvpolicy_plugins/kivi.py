@@ -8,7 +8,6 @@ from kvpolicy.compose import Wrapper
 from kvpolicy.errors import BudgetError
 from kvpolicy.policy import Policy, Tokens
 from kvpolicy.quantised import Quantised
-from kvpolicy.storage import Storage
 from kvpolicy_plugins.full import Full
 
 
@@ -26,12 +25,16 @@ class KIVI(Wrapper):
     """Tokens of one channel of a key, and channels of one value, that share a scale."""
     residual: Tokens = 32
     """How many newest tokens stay in full precision, at least."""
+    counts: Literal["tokens", "bytes"] = "tokens"
+    """What a budget counts: tokens, or the bytes that so many take in full precision. Then more tokens are kept."""
     of: Policy = Full()
     """The policy that decides what goes; by default nothing does, as in the paper."""
 
     @property
-    def storage(self) -> Storage | None:
-        return None if self.bits == 16 else Quantised(self.bits, self.group, self.residual)
+    def storage(self) -> Quantised | None:
+        if self.bits == 16:
+            return None
+        return Quantised(self.bits, self.group, self.residual, by_bytes=self.counts == "bytes")
 
     @model_validator(mode="after")
     def _stored_once(self) -> "KIVI":
@@ -40,7 +43,10 @@ class KIVI(Wrapper):
         return self
 
     def check(self, budget: int, prefix: int = 0) -> None:
-        if self.storage is not None and "residual" in self.model_fields_set and budget <= self.residual:
+        if (storage := self.storage) is not None and storage.by_bytes:
+            if budget <= storage.residual + storage.group:
+                raise storage.too_little(budget)
+        elif storage is not None and "residual" in self.model_fields_set and budget <= self.residual:
             raise BudgetError(
                 f"kivi: of a budget of {budget} tokens a residual of {self.residual} leaves nothing to quantise; "
                 "raise the budget or lower residual"
