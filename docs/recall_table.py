@@ -5,12 +5,11 @@
 
 import torch
 
-from kvpolicy import EvictionCache, compress, load
+from kvpolicy import EvictionCache, compress, load, policies
 from kvpolicy.evaluate.models import cache_argument, load_model
 from kvpolicy.evaluate.task import Context
 from kvpolicy.evaluate.tasks.recall import Recall
 from kvpolicy.evaluate.texts import load_text, samples
-from kvpolicy.profile import measure_gates
 
 ROWS, LENGTH = 4, 256
 CHOICES = {
@@ -62,11 +61,12 @@ def main() -> None:
     for budget in (0.5, 0.3, 0.2):
         print(f"| {budget:.0%} | {' | '.join(f'{test.found(p, budget)[0]:.2f}' for p in CHOICES.values())} |")
     windows, _ = samples(test.tokens, LENGTH, 2, seed=1)
-    gates = measure_gates(test.model, test.tokenizer, [torch.tensor(window) for window in windows])
+    contexts = [torch.tensor(window) for window in windows]
+    duo = policies()["duo_attention"].profiled(test.model, test.tokenizer, contexts)
     print("\n| heads that stream | found | bytes of full |\n|--:|--:|--:|")
     for sparsity in (0.25, 0.5, 0.75):
-        policy = {"kind": "duo_attention", "heads": gates, "sinks": 4, "recent": 32, "sparsity": sparsity}
-        share, held = test.found(policy, None)
+        options = {"sinks": 4, "recent": 32, "sparsity": sparsity}
+        share, held = test.found(duo.model_copy(update=options), None)
         print(f"| {sparsity:.0%} | {share:.2f} | {held / all_bytes:.0%} |")
 
 

@@ -318,23 +318,27 @@ def explain(
         console.print(part, highlight=False)
 
 
-@app.command()
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def profile(
+    context: typer.Context,
     model: Model,
     text: Annotated[str, typer.Option(help="Text files, or builtin:python-docs, separated by commas.")],
-    out: Annotated[Path, typer.Option(help="File to write, .yaml or .json: it is a policy, duo_attention.")],
+    out: Annotated[Path, typer.Option(help="File to write, .yaml or .json: it is the policy.")],
+    policy: Annotated[
+        str | None, typer.Option(help="The kind to make.", show_default="the one that can be profiled")
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Length of a sample.")] = 512,
     samples: Annotated[int, typer.Option(help="How many samples of each text.")] = 4,
-    join: Annotated[str, typer.Option(help="How scores of tokens make a gate: max or mean.")] = "max",
     seed: Annotated[int, typer.Option(help="Draws where the samples start.")] = 0,
     dtype: Dtype = None,
     device: Device = None,
     threads: Threads = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
 ) -> None:
-    """Find out which KV heads of a model look back far, and write it down for duo_attention.
+    """Make a policy that is told about a model by texts that the model reads, and write it to a file.
 
-    The model reads each sample and is asked to repeat it; a head's gate is the most that it looks at any token then.
+    The policy decides what is measured, which KV heads look back far for one.
+    It may have further options, such as --join mean of duo_attention.
 
     [dim]Example:[/]
 
@@ -345,27 +349,38 @@ def profile(
     from kvpolicy.report.profile import profile_report
     from kvpolicy.report.progress import progress_for
 
-    if join not in ("max", "mean"):
-        fail(f"--join is max or mean, not {join!r}")
     request = Request(
         model=model,
         texts=_listed(text),
+        policy=policy,
+        options=_further(context.args),
         tokens=tokens,
         samples=samples,
-        join="max" if join == "max" else "mean",
         seed=seed,
         dtype=dtype,
         device=device,
         threads=threads,
     )
     try:
-        gates = make_profile(request, out, overwrite=overwrite, progress=progress_for(sys.stderr))
+        made = make_profile(request, out, overwrite=overwrite, progress=progress_for(sys.stderr))
     except KeyboardInterrupt:
         fail("stopped", INTERRUPTED)
-    console = _console()
-    for part in profile_report(gates):
-        console.print(part, highlight=False)
-    print(f"\n{out}")
+    print(profile_report(made))
+    print(out)
+
+
+def _further(words: list[str]) -> dict[str, str]:
+    """Options that the command does not know, ``--name value`` or ``--name=value``, by name."""
+    options: dict[str, str] = {}
+    rest = iter(words)
+    for word in rest:
+        name, given, value = word.partition("=")
+        if not name.startswith("--"):
+            fail(f"unexpected {word!r}: options of a policy are given as --name value")
+        if not given and (value := next(rest, "--")).startswith("--"):
+            fail(f"{name} is no option of this command, and one of a policy needs a value: {name} value")
+        options[name.removeprefix("--").replace("-", "_")] = value
+    return options
 
 
 @app.command()

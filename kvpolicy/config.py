@@ -14,7 +14,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib import import_module
-from io import StringIO
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from pydantic import ValidationError
@@ -92,17 +91,12 @@ def dump(policy: EvictionPolicy) -> dict[str, Any]:
 
 def to_yaml(policy: EvictionPolicy, budget: Any = None) -> str:
     """The text of a YAML file that loads as `policy` and, if one is given, as `budget`."""
-    from ruamel.yaml import YAML
+    from kvpolicy.yamltext import yaml_text
 
     mapping = dump(policy)
     if budget is not None:
         mapping[BUDGET] = _shortest(Budget.parse(budget))
-    yaml: Any = YAML(typ="safe", pure=True)
-    yaml.default_flow_style = False
-    yaml.sort_base_mapping_type_on_output = False
-    text = StringIO()
-    yaml.dump(mapping, text)
-    return text.getvalue()
+    return yaml_text(mapping)
 
 
 def _shortest(budget: Budget) -> Any:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
+    from typing_extensions import Self
 
     from kvpolicy.attention.blocks import Wants
     from kvpolicy.attention.rows import AttentionRows
@@ -531,6 +532,21 @@ class EvictionPolicy(BaseModel):
             yield self
         for _, part in self.children():
             yield from part.rehearsing()
+
+    # -- what a policy is told about a model -----------------------------------------------------------------
+
+    @classmethod
+    def profiled(cls, model: Any, tokenizer: Any, contexts: Iterable[Tensor]) -> Self:
+        """A policy of this kind with options measured on `model` while it reads texts: a kind that overrides this has
+        a profile, and ``kvpolicy profile`` writes it to a file.
+
+        Called without gradients. What else it takes are keyword arguments with types and defaults: options of the
+        command.
+
+        Args:
+            contexts: token ids, ``[tokens]`` each, on the model's device; to be gone through once.
+        """
+        raise NotImplementedError(f"{cls.__name__} must define profiled()")
 
     # -- parts of others -----------------------------------------------------------------------------------
 

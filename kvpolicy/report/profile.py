@@ -1,23 +1,13 @@
-"""A profile for the terminal: the gates of each layer."""
+"""What was measured, for the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
-
-import torch
-from rich import box
-from rich.table import Table
+from kvpolicy.config import dump
+from kvpolicy.evaluate.profile import ABOUT
+from kvpolicy.policy import EvictionPolicy
+from kvpolicy.yamltext import yaml_text
 
 
-def profile_report(gates: Sequence[Sequence[float]]) -> Iterator[Any]:
-    """A row for each layer, and what thresholds would do."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("layer", justify="right")
-    table.add_column("gates of its KV heads")
-    for layer, its in enumerate(gates):
-        table.add_row(str(layer), " ".join(f"{gate:.2f}" for gate in its))
-    yield table
-    every = torch.tensor([gate for its in gates for gate in its], dtype=torch.float64)
-    quantiles = ", ".join(f"{share:g} below {float(every.quantile(share)):.3f}" for share in (0.25, 0.5, 0.75))
-    yield f"{len(every)} KV heads; as sparsity: {quantiles}"
+def profile_report(policy: EvictionPolicy) -> str:
+    """The policy as its file has it, without the record of how it was made."""
+    return yaml_text({name: value for name, value in dump(policy).items() if name != ABOUT})

@@ -1,15 +1,16 @@
 """DuoAttention: heads that look back far keep everything, the others sinks and a sliding window."""
 
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 from torch import Tensor
 
 from kvpolicy.budget import ratio
 from kvpolicy.compose import Heads
 from kvpolicy.errors import ConfigError
 from kvpolicy.policy import EvictionPolicy, Tokens, View
-from kvpolicy.profile import Gates, gates_from
+from kvpolicy_plugins._gates import Gates, Join, gates_from, measured_gates
 from kvpolicy_plugins.full import Full
 from kvpolicy_plugins.streaming_llm import StreamingLLM
 
@@ -42,6 +43,7 @@ class DuoAttention(EvictionPolicy):
     heads: Annotated[
         Gates,
         BeforeValidator(gates_from, json_schema_input_type=Gates | dict[str, list[float]] | str),
+        PlainSerializer(lambda gates: dict(enumerate(gates)), when_used="json"),
     ]
     """The gates: by layer (``0: [0.9, 0.2]``), as a list of lists, or a file that has them."""
     threshold: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.5
@@ -63,6 +65,15 @@ class DuoAttention(EvictionPolicy):
         if self.sparsity is not None and "threshold" in self.model_fields_set:
             raise ValueError("threshold and sparsity say the same in two ways: give one of the two")
         return self
+
+    @classmethod
+    def profiled(cls, model: Any, tokenizer: Any, contexts: Iterable[Tensor], *, join: Join = "max") -> "DuoAttention":
+        """Gates by how much heads look back when the model repeats what it has read.
+
+        Args:
+            join: how the scores of a head's tokens make its gate.
+        """
+        return cls(heads=measured_gates(model, tokenizer, contexts, join))
 
     @property
     def own_budget(self) -> int:  # type: ignore[override]

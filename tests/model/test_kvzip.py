@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpolicy import EvictionCache, compress, detach, load
+from kvpolicy import EvictionCache, compress, detach, load, policies
 from kvpolicy.evaluate.models import cache_argument
 from kvpolicy.evaluate.task import Context
 from kvpolicy.evaluate.tasks.recall import Recall
 from kvpolicy.evaluate.texts import load_text, samples
-from kvpolicy.profile import measure_gates
 
 pytestmark = pytest.mark.model
 
@@ -40,8 +39,8 @@ def test_a_question_that_was_not_known_is_answered(smollm2):
         full = accuracy("full")
         kvzip = accuracy("kvzip", 0.25)
         snapkv = accuracy({"kind": "phases", "prefill": {"kind": "snapkv", "window": 16}, "decode": "full"}, 0.25)
-        gates = measure_gates(model, tokenizer, [torch.tensor(windows[0][:96])])
-        duo = accuracy({"kind": "duo_attention", "heads": gates, "sparsity": 0.5, "sinks": 4, "recent": 24})
+        profiled = policies()["duo_attention"].profiled(model, tokenizer, [torch.tensor(windows[0][:96])])
+        duo = accuracy(profiled.model_copy(update={"sparsity": 0.5, "sinks": 4, "recent": 24}))
     finally:
         detach(model)
     assert full > 0.7

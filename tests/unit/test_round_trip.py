@@ -6,14 +6,17 @@ import json
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from kvpolicy_plugins.h2o import H2O
 from kvpolicy_plugins.pyramid import Pyramid
 from kvpolicy_plugins.streaming_llm import StreamingLLM
+from ruamel.yaml import YAML
 
 from kvpolicy.budget import Budget
 from kvpolicy.compose import Part, Protect, Union
 from kvpolicy.config import dump, load, read, to_yaml
 from kvpolicy.errors import BudgetError
+from kvpolicy.yamltext import comment, yaml_text
 from tests import configs
 
 unhurried = settings(suppress_health_check=list(HealthCheck), deadline=None)
@@ -60,6 +63,20 @@ def test_mappings_and_json_load_as_what_was_dumped(folder, policy):
     file.write_text(json.dumps(mapping))
     assert_same(load(mapping), policy)
     assert_same(load(file), policy)
+
+
+# Neither control characters nor line separators, of which ruamel.yaml writes some as they are and reads them otherwise.
+texts = st.text(st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"]), max_size=12)
+plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts
+trees = st.recursive(plain, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4))
+
+
+@unhurried
+@given(st.dictionaries(texts, trees, max_size=4))
+def test_whatever_is_written_as_yaml_reads_the_same(mapping):
+    text = yaml_text(mapping)
+    assert YAML(typ="safe", pure=True).load(text) == mapping
+    assert YAML(typ="safe", pure=True).load(comment(text) + "a: 1\n") == {"a": 1}
 
 
 def test_only_what_was_set_is_written():

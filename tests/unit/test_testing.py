@@ -123,7 +123,7 @@ def test_a_policy_without_a_possible_budget() -> None:
 
 def test_the_spy_passes_everything_on() -> None:
     contract = {name for name in vars(EvictionPolicy) if not name.startswith("_")}
-    of_its_own = {"model_config", "model_fields", "model_computed_fields", "demands", "take"}
+    of_its_own = {"model_config", "model_fields", "model_computed_fields", "demands", "take", "profiled"}
     assert contract - of_its_own <= set(vars(Watched)) | {"model_post_init"}
 
 

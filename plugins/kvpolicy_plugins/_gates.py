@@ -1,11 +1,6 @@
-"""Profiles: a number for each KV head of each layer, made from a pass over texts and read by policies that tell heads
-apart."""
+"""Gates: a number for each KV head of each layer, read from options or files, or measured on texts."""
 
-from __future__ import annotations
-
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
@@ -15,16 +10,17 @@ from torch import Tensor
 from kvpolicy.cache import EvictionCache
 from kvpolicy.config import beside
 from kvpolicy.document import Document, Loc, Unreadable, read_file
-from kvpolicy.errors import EvaluationError
 from kvpolicy.rehearsal import compress
+from kvpolicy_plugins.kvzip import KVzip
 
 HEADS = "heads"
+Join = Literal["max", "mean"]
 Gate = Annotated[float, Field(ge=0, le=1, strict=True)]
 Gates = Annotated[tuple[Annotated[tuple[Gate, ...], Field(min_length=1)], ...], Field(min_length=1)]
 """A number from 0 to 1 for each KV head, by layer."""
 
-SCORES = {"kind": "kvzip", "budgets": "uniform"}
-"""The policy whose scores make a profile: the most attention each token gets when the model repeats the context."""
+DIGITS = 6
+"""Decimals of a gate that is measured."""
 
 
 def gates_from(value: Any) -> Any:
@@ -77,50 +73,20 @@ def _wrong(document: Document, loc: Loc, message: str) -> ValueError:
     return ValueError(str(document.problem(loc, message)))
 
 
-# -- making one ------------------------------------------------------------------------------------------------
-
-
-def measure_gates(
-    model: Any, tokenizer: Any, contexts: Iterable[Tensor], join: Literal["max", "mean"] = "max"
-) -> list[list[float]]:
-    """A gate for each KV head, by layer: how much it looks back when the model repeats what it has read.
+def measured_gates(model: Any, tokenizer: Any, contexts: Iterable[Tensor], join: Join) -> list[list[float]]:
+    """How much each KV head looks back when the model repeats what it has read, by layer.
 
     Args:
-        contexts: token ids, ``[tokens]`` each.
-        join: how the scores of a head's tokens make its gate, ``max`` or ``mean``; gates of contexts are averaged.
-            Sinks are left out: every head looks at them.
+        contexts: token ids, ``[tokens]`` each; their gates are averaged.
+        join: how the scores that :class:`KVzip` gives to a head's tokens make its gate. Sinks are left out: every head
+            looks at them.
     """
+    policy = KVzip(budgets="uniform")
     found = []
     for context in contexts:
-        cache = EvictionCache(model, SCORES, 1.0)
+        cache = EvictionCache(model, policy, 1.0)
         compress(model, tokenizer, cache, context[None])
-        sinks = cache.policy.sinks  # type: ignore[attr-defined]
-        scores = [cache.scores(layer)["score"][0, :, sinks:] for layer in range(len(cache.layers))]
+        scores = [cache.scores(layer)["score"][0, :, policy.sinks :] for layer in range(len(cache.layers))]
         found.append([(score.amax(-1) if join == "max" else score.mean(-1)).tolist() for score in scores])
-    return [torch.tensor(layer, dtype=torch.float64).mean(0).tolist() for layer in zip(*found, strict=True)]
-
-
-def profile_text(gates: Sequence[Sequence[float]], about: Mapping[str, Any]) -> str:
-    """A file that loads as ``duo_attention``; `about` says where the gates come from."""
-    lines = ["kind: duo_attention", f"{HEADS}:"]
-    lines += [f"  {layer}: [{', '.join(f'{gate:.6f}' for gate in its)}]" for layer, its in enumerate(gates)]
-    lines += ["about:", *(f"  {name}: {json.dumps(value, ensure_ascii=False)}" for name, value in about.items())]
-    return "\n".join(lines) + "\n"
-
-
-def write_profile(file: Path, gates: Sequence[Sequence[float]], about: Mapping[str, Any]) -> None:
-    """Write :func:`profile_text`, as JSON where the name of `file` says so.
-
-    Raises:
-        EvaluationError: it cannot be written.
-    """
-    text = profile_text(gates, about)
-    if file.suffix == ".json":
-        rounded = {str(layer): [round(gate, 6) for gate in its] for layer, its in enumerate(gates)}
-        text = (
-            json.dumps({"kind": "duo_attention", HEADS: rounded, "about": about}, indent=1, ensure_ascii=False) + "\n"
-        )
-    try:
-        file.write_text(text, "utf-8")
-    except OSError as error:
-        raise EvaluationError(f"cannot write to {file}: {error.strerror or error}") from error
+    means = [torch.tensor(layer, dtype=torch.float64).mean(0) for layer in zip(*found, strict=True)]
+    return [[round(gate, DIGITS) for gate in layer.tolist()] for layer in means]
