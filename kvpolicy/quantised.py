@@ -65,7 +65,7 @@ class Quantised(Storage):
     def too_little(self, budget: int) -> BudgetError:
         """What to say of bytes in which nothing would be quantised."""
         return BudgetError(
-            f"kivi: the bytes of {budget} tokens are too few for {self.residual + self.group} in full precision "
+            f"the bytes of {budget} tokens are too few for {self.residual + self.group} in full precision "
             f"(residual {self.residual}, and a group of {self.group} to come) and some in {self.bits} bits; raise the "
             "budget, or lower residual or group"
         )
