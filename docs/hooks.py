@@ -95,13 +95,13 @@ def _compared(folder: Path) -> str:
     length = results.samples["length"]
     heads = [f"{length / budget:.0f}x: {budget} tokens" for budget in budgets]
     lines = [
-        f"| policy | {' | '.join(heads)} | cache at {heads[-1].split(':')[0]} |",
+        f"| policy | {' | '.join(heads)} | bytes of the full cache |",
         f"|---|{'--:|' * (len(heads) + 1)}",
     ]
     for name, own in sorted(found.items(), key=lambda item: _loss(item[1].values())):
         texts = [f"{percent(own[b].perplexity_increase)} ({interval_text(own[b])})" for b in budgets]
-        least = f"{100 * own[budgets[-1]].cache_bytes / full.cache_bytes:.0f} %"
-        lines.append(f"| {_named(name)} | {' | '.join(texts)} | {least} |")
+        held = ", ".join(dict.fromkeys(f"{100 * own[b].cache_bytes / full.cache_bytes:.1f}" for b in budgets))
+        lines.append(f"| {_named(name)} | {' | '.join(texts)} | {held} % |")
     return "\n".join([*lines, "", _made(results, full.perplexity)])
 
 
