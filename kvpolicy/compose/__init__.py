@@ -8,6 +8,7 @@ from kvpolicy.compose.heads import Heads
 from kvpolicy.compose.layers import Layers
 from kvpolicy.compose.phases import Phases
 from kvpolicy.compose.protect import Protect
+from kvpolicy.compose.rolled import Rolled
 from kvpolicy.compose.union import Part, Union
 from kvpolicy.hooks import hookimpl
 from kvpolicy.plugins import subclasses_in
@@ -23,6 +24,7 @@ __all__ = [
     "Part",
     "Phases",
     "Protect",
+    "Rolled",
     "Union",
     "Wrapper",
     "has_score",

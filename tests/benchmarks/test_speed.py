@@ -21,7 +21,7 @@ from tests.tiny import cache_argument
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 KEPT = 819
-OPINIONS = Path(__file__).parents[2] / "docs" / "recipes" / "three-opinions.yaml"
+RECIPES = Path(__file__).parents[2] / "docs" / "recipes"
 POLICIES = ["h2o", "lru", "random", "streaming_llm"]
 
 
@@ -100,12 +100,13 @@ def test_decode_step_of_ragged_heads(rows: int, model: Any, against: Any) -> Non
 
 
 @pytest.mark.parametrize("rows", [1, 8])
-def test_decode_step_of_three_opinions(rows: int, model: Any, against: Any) -> None:
-    """What three opinions cost: a step of docs/recipes/three-opinions.yaml, over H2O that keeps as many."""
-    tokens = prompt(rows, KEPT + 20)
-    ours = filled(model, EvictionCache(model, OPINIONS, budget=KEPT), tokens)
-    h2o = filled(model, EvictionCache(model, "h2o", budget=KEPT), tokens)
-    against(steps(model, ours, rows, 4), steps(model, h2o, rows, 4), 8, "h2o")
+@pytest.mark.parametrize(("recipe", "kept"), [("three-opinions", KEPT), ("recommended", 256)])
+def test_decode_step_of_a_recipe(recipe: str, kept: int, rows: int, model: Any, against: Any) -> None:
+    """What a recipe costs: a step of it, over H2O of the same budget, tokens or the bytes of so many."""
+    tokens = prompt(rows, 1200)
+    ours = filled(model, EvictionCache(model, RECIPES / f"{recipe}.yaml", budget=kept), tokens)
+    h2o = filled(model, EvictionCache(model, "h2o", budget=kept), tokens)
+    against(steps(model, ours, rows, 4), steps(model, h2o, rows, 4), 8, f"h2o of {kept}")
 
 
 @pytest.mark.parametrize(("kind", "rows", "seen"), [("h2o", 8, 2560), ("streaming_llm", 8, 2560), ("h2o", 1, 4096)])

@@ -493,9 +493,7 @@ def test_a_budget_of_bytes_buys_as_many_tokens_as_fit(
 
 def test_bytes_that_buy_nothing_are_refused(model: Any) -> None:
     policy = kivi("h2o", counts="bytes")  # groups of 4, a residual of 3
-    with pytest.raises(
-        BudgetError, match=r"^the bytes of 7 tokens are too few for 7 in full precision \(residual"
-    ):
+    with pytest.raises(BudgetError, match=r"^the bytes of 7 tokens are too few for 7 in full precision \(residual"):
         EvictionCache(model, policy, 7)
     cache = EvictionCache(model, policy, 0.25)
     with pytest.raises(BudgetError, match=r"the bytes of 5 tokens are too few .*; raise the budget, or lower residual"):

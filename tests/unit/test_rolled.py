@@ -287,6 +287,21 @@ def test_a_policy_says_so_unless_the_user_does() -> None:
     assert rolls("streaming_llm", positions="rolled") == [True, True]
     assert rolls({"kind": "layers", "at": {"0": rolled}, "default": "h2o"}) == [True, False]
     assert rolls(rolled | load("heavy"), prefix=3) == [True, True]
+    assert rolls({"kind": "layers", "at": {"1": {"kind": "rolled", "of": "lru"}}, "default": "h2o"}) == [False, True]
+    assert rolls({"kind": "rolled", "of": "h2o"}, positions="original") == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("of", "budget"),
+    [("h2o", 12), ("h2o", HEADS), (MIXED, 12), ({"kind": "kivi", "group": 4, "residual": 3, "of": "lru"}, 12)],
+)
+def test_said_in_a_file(of: Any, budget: Any) -> None:
+    """A policy that says it is the policy in a cache that says it."""
+    model, tokens, calls = tiny.family("llama"), tiny.ids(1, 60), [20, *[1] * 30, 10]
+    here = EvictionCache(model, {"kind": "rolled", "of": of}, budget)
+    there = EvictionCache(model, of, budget, positions="rolled")
+    assert torch.equal(logits(model, here, tokens, calls), logits(model, there, tokens, calls))
+    assert torch.equal(here.positions(1), there.positions(1))
 
 
 @pytest.mark.parametrize(
