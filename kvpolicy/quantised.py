@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvpolicy.attention.blocks import Scoring
 from kvpolicy.errors import BudgetError
 from kvpolicy.policy import EvictionPolicy
 from kvpolicy.pool import EMPTY, SlotPool, gathered, grown
@@ -290,6 +291,8 @@ class QuantisedPool(SlotPool):
         """Tokens that a head may hold now, counted without asking the device."""
         self._since = 0
         """Tokens that have come since some moved."""
+        self._decoded: dict[int, Tensor] | None = None
+        """Keys (0) and values (1) of all slots, once asked for, as long as a call is under way."""
 
     # -- what attention and policies see -------------------------------------------------------------------
 
@@ -304,7 +307,16 @@ class QuantisedPool(SlotPool):
     def _seen(self, which: int, others: Tensor) -> Tensor:
         if self.whole or self.store is None:
             return others
-        return torch.cat([self.store[which].decoded(), others], 2)
+        decoded = {} if self._decoded is None else self._decoded
+        if which not in decoded:
+            decoded[which] = torch.cat([self.store[which].decoded(), others], 2)
+        return decoded[which]
+
+    def answer(self, query: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
+        self._decoded = {}
+        output = super().answer(query, mask, scoring)
+        self._decoded = None
+        return output
 
     def _handed_out(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         # A step takes the rest from storage.
@@ -374,6 +386,7 @@ class QuantisedPool(SlotPool):
 
     def _move(self) -> None:
         """Quantise what is in full precision but for the newest of each head."""
+        self._decoded = None
         before, loose = self.coded, self._positions[:, :, self.coded :]
         keys, values = (state[:, :, before:] if self.whole else state for state in (self.keys, self.values))
         leaving = max(min(loose.shape[2], self.most) - self.storage.residual, 0)

@@ -329,6 +329,20 @@ def test_attention_is_as_close_as_steps_are_small(bits: int) -> None:
     assert bits < 8 or most < float(values.amax() - values.amin()) / 10, "the bound says something"
 
 
+def test_a_step_decodes_a_layer_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though attention and two policies ask for it; and nothing decoded is left."""
+    blend = {"kind": "blend", "parts": [{"kind": "vatp", "of": "heavy"}, "keydiff"]}
+    cache = EvictionCache(model, kivi(blend), 12)
+    run(model, cache, tiny.ids(1, 40), [30] + [1] * 10)
+    counted, decoded = [], Coded.decoded
+    monkeypatch.setattr(Coded, "decoded", lambda coded: counted.append(coded) or decoded(coded))
+    for step in range(8):
+        feed(model, cache, tiny.ids(1, 1, seed=step))
+    layers, of_a_layer = 2, 2
+    assert len(counted) == 8 * layers * of_a_layer
+    assert all(pool._decoded is None for pool in cache.layers)
+
+
 def test_fewer_bits_lose_more() -> None:
     """In one layer what is lost is in proportion to the step, to first order: 85 times less at 8 bits than at 2."""
     model = tiny.family("llama", layers=1)
