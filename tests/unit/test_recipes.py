@@ -29,7 +29,10 @@ def test_every_recipe_runs_and_stays_in_bounds(file: Path, family: str) -> None:
     assert logits.isfinite().all()
     assert config.budget is not None
     room = config.policy.room(decoding=True)
-    most = config.budget.resolve(prompt + steps) + min(room, steps)
+    most = config.budget.resolve(prompt + steps)
+    if (storage := config.policy.storage) is not None:
+        most = storage.tokens(most, width=8, itemsize=4)
+    most += min(room, steps)
     kept = [cache.kept(layer).float().mean().item() for layer in range(layers)]
     assert sum(kept) <= layers * most
     assert cache.positions(2)[0, 0, -1] == prompt + steps - 1
