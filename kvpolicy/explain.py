@@ -324,7 +324,10 @@ class _Layer:
         except BudgetError as error:
             where = f"layer {self.index}: " if self.budget.budget.layers is not None else ""
             raise BudgetError(f"{where}{error}") from error
-        return tokens if self.policy.storage is None else self.policy.storage.tokens(tokens, *self._size)
+        if (storage := self.policy.storage) is None:
+            return tokens
+        fields = sum(self.shape.bytes_of_field(field) for field in self.policy.slot_fields().values())
+        return storage.tokens(tokens, *self._size, _POSITION + fields)
 
     def _floor(self, tokens: int | None) -> int | None:
         """What a layer has at least, where layers are measured."""

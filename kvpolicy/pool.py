@@ -466,9 +466,15 @@ class SlotPool(CacheLayerMixin):
             self.policy.check(min(rows), self.most_prefix)
         if (storage := self.policy.storage) is not None:
             assert self.keys is not None
-            rows = [storage.tokens(tokens, self.keys.shape[-1], self.keys.element_size()) for tokens in rows]
+            size = self.keys.shape[-1], self.keys.element_size(), self._beside()
+            rows = [storage.tokens(tokens, *size) for tokens in rows]
         self.limit_to(rows)
         self.average = self.limit if self.limits is None else self.limits
+
+    def _beside(self) -> int:
+        """Bytes of a slot beside its key and value."""
+        states = (self._positions, *self._fields.values())
+        return sum(state.element_size() * math.prod(state.shape[3:]) for state in states)
 
     def limit_to(self, rows: Sequence[int]) -> None:
         """Have each row hold as many tokens as `rows` says: one number for each, or one for all."""

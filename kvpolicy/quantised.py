@@ -38,7 +38,7 @@ class Quantised(Storage):
     residual: int = 32
     """How many newest tokens of a head stay in full precision, at least."""
     by_bytes: bool = False
-    """Whether a budget is the bytes that so many tokens take in full precision."""
+    """Whether a budget is the bytes of the keys and values of so many tokens in full precision, into which all fits."""
 
     @property
     def pool(self) -> type[SlotPool]:
@@ -53,15 +53,17 @@ class Quantised(Storage):
         """Slots in full precision of a head that holds at most `most` tokens: the newest, and space for a group."""
         return int(min(self.residual + self.group, most + 1))
 
-    def tokens(self, budget: int, width: int, itemsize: int) -> int:
+    def tokens(self, budget: int, width: int, itemsize: int, beside: int) -> int:
         if not self.by_bytes:
             return budget
-        plain = 2 * (budget + 1) * width * itemsize
-        held = self.residual + self.group
-        first, second = (self.nbytes(tokens, tokens, width, itemsize) for tokens in (held, held + self.group))
-        if plain < first:
+
+        def takes(held: int) -> int:
+            return self.nbytes(held, held, width, itemsize) + self.slots(held, held) * beside
+
+        least, plain = self.residual + self.group, 2 * (budget + 1) * width * itemsize  # a slot is free
+        if plain < takes(least):
             raise self.too_little(budget)
-        return held + (plain - first) // (second - first) * self.group
+        return least + (plain - takes(least)) // (takes(least + self.group) - takes(least)) * self.group
 
     def too_little(self, budget: int) -> BudgetError:
         """What to say of bytes in which nothing would be quantised."""

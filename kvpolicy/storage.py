@@ -23,10 +23,11 @@ class Storage:
         """The class of the pool."""
         raise NotImplementedError(f"{type(self).__name__} must define pool")
 
-    def tokens(self, budget: int, width: int, itemsize: int) -> int:
+    def tokens(self, budget: int, width: int, itemsize: int, beside: int) -> int:
         """Tokens of a head that a budget of so many buys: as many, unless bytes are what counts.
 
-        `width` is that of a key, `itemsize` that of a number as the model has it.
+        `width` is that of a key, `itemsize` that of a number as the model has it, `beside` the bytes that a slot takes
+        beside its key and value: its position, and what the policy notes.
 
         Raises:
             BudgetError: it buys too few for the storage to make sense.

@@ -26,7 +26,8 @@ class KIVI(Wrapper):
     residual: Tokens = 32
     """How many newest tokens stay in full precision, at least."""
     counts: Literal["tokens", "bytes"] = "tokens"
-    """What a budget counts: tokens, or the bytes that so many take in full precision. Then more tokens are kept."""
+    """What a budget counts: tokens, or the bytes of the keys and values of so many in full precision. All that is held
+    fits into these, and more tokens are kept."""
     of: Policy = Full()
     """The policy that decides what goes; by default nothing does, as in the paper."""
 

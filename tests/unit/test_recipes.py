@@ -31,7 +31,7 @@ def test_every_recipe_runs_and_stays_in_bounds(file: Path, family: str) -> None:
     room = config.policy.room(decoding=True)
     most = config.budget.resolve(prompt + steps)
     if (storage := config.policy.storage) is not None:
-        most = storage.tokens(most, width=8, itemsize=4)
+        most = storage.tokens(most, width=8, itemsize=4, beside=4)
     most += min(room, steps)
     kept = [cache.kept(layer).float().mean().item() for layer in range(layers)]
     assert sum(kept) <= layers * most
