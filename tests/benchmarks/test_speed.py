@@ -100,7 +100,7 @@ def test_decode_step_of_ragged_heads(rows: int, model: Any, against: Any) -> Non
 
 
 @pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize(("recipe", "kept"), [("three-opinions", KEPT), ("recommended", 256)])
+@pytest.mark.parametrize(("recipe", "kept"), [("fading", KEPT), ("recommended", 256)])
 def test_decode_step_of_a_recipe(recipe: str, kept: int, rows: int, model: Any, against: Any) -> None:
     """What a recipe costs: a step of it, over H2O of the same budget, tokens or the bytes of so many."""
     tokens = prompt(rows, 1200)
