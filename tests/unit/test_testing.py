@@ -53,6 +53,7 @@ COMPOSED: dict[str, dict[str, Any]] = {
     "heads": {"at": {"0": "full"}, "default": "h2o"},
     "protect": {"sinks": 2, "spans": [[5, 7]], "of": "lru"},
     "every": {"tokens": 4, "of": "h2o"},
+    "rolled": {"of": "h2o"},
 }
 
 
