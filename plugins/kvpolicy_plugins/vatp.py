@@ -25,4 +25,5 @@ class VATP(Weighed):
     """Which norm of a value."""
 
     def weights(self, view: View) -> Tensor:
-        return wide(view.values).norm(p=1 if self.norm == "l1" else 2, dim=-1)
+        values = wide(view.values)
+        return values.abs().sum(-1) if self.norm == "l1" else values.norm(dim=-1)  # norm(p=1) takes ten times as long
